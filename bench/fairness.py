@@ -31,7 +31,6 @@ from servers import cores, expert_server_process, write_json
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient, Lease
-from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
@@ -72,7 +71,7 @@ class RawHost:
         self.client = ControlClient(address)
         self.client.connect(TIMEOUT_S)
         self.lease: Lease = self.client.attach(TIMEOUT_S)
-        dtype = dtype_label(about.dtype)
+        dtype = about.dtype_label
         table = ExpertTable(tuple(tuple(range(layer.n_experts)) for layer in about.layers))
         model = pb.ModelReference(reference=str(checkpoint), digest=about.digest, compute_dtype=dtype)
         self.lease.load(model, table, progress=lambda loaded, total: None, timeout_s=TIMEOUT_S)

@@ -26,7 +26,6 @@ from synthetic import Quantised, geometry_config, write_checkpoint
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient
-from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.formats.quantise import FORMATS
 from moeoffload.host.packed_dense import load_with_packed_linears
@@ -77,7 +76,7 @@ def read_rate(files: Sequence[Path], *, stays: bool) -> float:
 def load_seconds(address: str, checkpoint: Checkpoint) -> float:
     """How long a server takes to load all experts, from its first progress to its last."""
     table = ExpertTable(tuple(tuple(range(layer.n_experts)) for layer in checkpoint.layers))
-    dtype = dtype_label(checkpoint.dtype)
+    dtype = checkpoint.dtype_label
     model = pb.ModelReference(
         reference=str(checkpoint.path),
         digest=checkpoint.digest,

@@ -17,7 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moeoffload.expert_server.arena import HostArena
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.requests import ActiveHost, SlotContext
+from moeoffload.expert_server.requests import ActiveHost, Request
 from moeoffload.host.link import Deadlines, ExpertLink, LinkInfo
 from moeoffload.host.recorder import CallCounters
 from moeoffload.kernels import LayerKernels
@@ -66,7 +66,7 @@ def serve_steps(pipe: Connection, *, over_stream: bool = False) -> None:
 
     def deliver(channel: ServerChannel, slot: ServerSlot) -> Work | None:
         if slot.owner is None:
-            slot.owner = SlotContext(host, slot)
+            slot.owner = Request(host, channel, slot)
         return engine.submit(channel, slot)
 
     sizes = ChannelSizes(2, LAYOUT.request_bytes, LAYOUT.reply_bytes)

@@ -99,7 +99,7 @@ class _Plane:
             batch_capacity=8,
             threads=1,
         )
-        self._server = ExpertServer.start(settings)
+        self._server = ExpertServer(settings)
         self._servicer = ExpertService(self._server.parts, lambda: None, first_s=5, step_s=5)
         stream.StreamHostEnd = _Unreachable  # type: ignore[misc, assignment]
 

@@ -11,7 +11,7 @@ from shapes import EPOCH, LAYOUT, ScriptedSocket, dispatch_frame, experts, pack_
 
 from moeoffload.expert_server.arena import HostArena
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.requests import ActiveHost, SlotContext
+from moeoffload.expert_server.requests import ActiveHost, Request
 from moeoffload.kernels import LayerKernels
 from moeoffload.transport import ChannelSizes, ServerChannel, ServerSlot, SharedServerEnd, StreamListener
 from moeoffload.transport.base import Work
@@ -49,7 +49,7 @@ class _Server:
 
     def _deliver(self, channel: ServerChannel, slot: ServerSlot) -> Work | None:
         if slot.owner is None:
-            slot.owner = SlotContext(self.host, slot)
+            slot.owner = Request(self.host, channel, slot)
         slot.reply[:HEADER_BYTES] = bytes(HEADER_BYTES)
         return self.engine.submit(channel, slot)
 

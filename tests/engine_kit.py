@@ -13,7 +13,7 @@ import torch
 
 from moeoffload.expert_server.arena import HostArena
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.requests import ActiveHost, SlotContext
+from moeoffload.expert_server.requests import ActiveHost, Request
 from moeoffload.host.link import ExpertLink
 from moeoffload.payload import PayloadDtype
 from moeoffload.transport import ChannelOffer, ChannelSizes, ServerChannel, ServerSlot
@@ -75,7 +75,7 @@ class Host:
         arena = HostArena(self.layout, torch.bfloat16)
         self.active = ActiveHost(1, self.layout, self.layers, torch.bfloat16, arena, self.share)
         for slot in self.channel.slots:
-            slot.owner = SlotContext(self.active, slot)
+            slot.owner = Request(self.active, self.channel, slot)
 
     def submit(
         self, n_rows: int, seed: int = 0, spoil: Spoil = unspoilt, *, received_at: float | None = None

@@ -15,7 +15,6 @@ from conftest import DEMO, local_model
 from synthetic import tiny_config, write_checkpoint, write_tiny
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.placement import ExpertTable
 
@@ -75,7 +74,7 @@ def expert_bytes(checkpoint: Checkpoint) -> int:
 
 def reference_of(checkpoint: Checkpoint, reference: object = DEMO, **more: str) -> pb.ModelReference:
     """How a host names the model to a server."""
-    dtype = dtype_label(checkpoint.dtype)
+    dtype = checkpoint.dtype_label
     return pb.ModelReference(reference=str(reference), digest=checkpoint.digest, compute_dtype=dtype, **more)
 
 

@@ -177,16 +177,13 @@ def test_a_kernel_that_rounds_by_company_computes_alone(make: Any) -> None:
 
 def test_a_batch_that_is_done_keeps_no_experts_and_no_request() -> None:
     class Held:
-        pass
+        weights_dtype, header, is_small = torch.float32, SimpleNamespace(rows=1), True
 
-    experts, channel = Held(), Held()
-    owner = SimpleNamespace(
-        weights_dtype=torch.float32, header=SimpleNamespace(rows=1), host=SimpleNamespace(small_bytes=1000)
-    )
+    experts, request = Held(), Held()
     batch = Batch()
-    batch.begin((channel, SimpleNamespace(n_bytes=64, owner=owner)), experts)  # type: ignore[arg-type]
-    held = [weakref.ref(experts), weakref.ref(channel)]
-    del experts, channel
+    batch.begin(request, experts)  # type: ignore[arg-type]
+    held = [weakref.ref(experts), weakref.ref(request)]
+    del experts, request
     batch.clear()
     assert [each() for each in held] == [None, None]
 

@@ -12,9 +12,9 @@ import pytest
 from engine_kit import N_EXPERTS, Host, engine
 
 from moeoffload.errors import ServerError
-from moeoffload.expert_server import batcher
 from moeoffload.expert_server.engine import RECENT_S, Engine
 from moeoffload.expert_server.fair_share import SMALL_IN_A_ROW, SMALL_PRICE, FairShares
+from moeoffload.expert_server.requests import Request
 from moeoffload.kernels import KernelInput
 from moeoffload.wire import ErrorCode
 
@@ -191,7 +191,7 @@ def test_a_lease_that_ends_while_a_batch_is_filled_with_its_requests_ends_no_thr
     kernel = first.active.layers[0]
     kernel.is_batch_invariant = True  # type: ignore[union-attr]
     leaving.active.layers = [kernel]
-    check, ending = batcher.check, []
+    check, ending = Request.check, []
 
     def check_and_leave(*arguments: Any) -> Any:
         ending.append(threading.Thread(target=engine.leave, args=(leaving.share,)))
@@ -199,7 +199,7 @@ def test_a_lease_that_ends_while_a_batch_is_filled_with_its_requests_ends_no_thr
         ending[-1].join(0.2)  # it waits for the batch to be full
         return check(*arguments)
 
-    monkeypatch.setattr(batcher, "check", check_and_leave)
+    monkeypatch.setattr(Request, "check", check_and_leave)
     leaving.submit(20)
     first.submit(20)
     first.share.used_s, leaving.share.used_s = 0.0, 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,20 +127,20 @@ def test_a_config_that_is_none_leaves_a_server_as_it_was(start_server: StartServ
 
 def test_a_server_reads_files_below_its_root_and_no_others(tmp_path: Path) -> None:
     """Also one whose name is a link to a file without that ending, as in a hub cache."""
-    from moeoffload.expert_server.agreement import ModelRoots
+    from moeoffload.expert_server.agreement import Models
 
     root, outside = tmp_path / "root", tmp_path / "outside"
     root.mkdir()
     path = models.write_model("qwen3_moe", outside, "Q8_0")
     refused: list[str] = []
-    rule = ModelRoots((root,), False, refused.append)
+    rule = partial(Models(None, (root,), False).resolve, on_refused=refused.append)
     (root / "out.gguf").symlink_to(path)
     for reference in (path, root / "out.gguf", f"{root}/../outside/m.gguf", f"{root}/../outside/../root.gguf"):
         with pytest.raises(ModelError, match="is no model below"):
-            rule.resolve(str(reference), None)
+            rule(str(reference), None)
     shutil.copy(path, root / "blob")
     (root / "in.gguf").symlink_to(root / "blob")
-    assert rule.resolve(str(root / "in.gguf"), None) == root / "in.gguf"
+    assert rule(str(root / "in.gguf"), None) == root / "in.gguf"
     assert len(refused) == 4
 
 

@@ -43,6 +43,7 @@ from moeoffload.formats import PLAIN, PackedWeights
 from moeoffload.formats.quantise import FORMATS
 from moeoffload.formats.tiles import multiplies_tiles
 from moeoffload.huge_pages import empty_weights
+from moeoffload.payload import PayloadDtype
 
 # Experts are converted in groups, which needs only a few times this many bytes beside the finished experts.
 _GROUP_BYTES = 16 << 20
@@ -150,6 +151,11 @@ class Checkpoint:
         if self.expert_format is None:
             return stored
         return hashlib.sha256(f"{stored} {self.expert_format}".encode()).hexdigest()
+
+    @property
+    def dtype_label(self) -> str:
+        """The name of the compute dtype in control messages: f32, f16 or bf16."""
+        return PayloadDtype.from_torch(self.dtype).label
 
     @property
     def is_current(self) -> bool:

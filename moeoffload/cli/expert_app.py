@@ -55,7 +55,7 @@ def serve(
     signal.set_wakeup_fd(stop)
     _handle_signals(_in_the_pipe)
 
-    server = ExpertServer.start(settings, on_drained=lambda: os.write(stop, b"d"))
+    server = ExpertServer(settings, on_drained=lambda: os.write(stop, b"d"))
     devices = ", ".join(map(str, server.parts.devices))
     log.info(
         "device %s, %.4g GiB for experts, transports %s",

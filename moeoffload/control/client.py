@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from moeoffload import __version__
 from moeoffload.control.credentials import HostCredentials
 from moeoffload.control.probe import why_not
-from moeoffload.control.protocol import CLIENT_OPTIONS, PROTOCOL_VERSION
+from moeoffload.control.protocol import CLIENT_OPTIONS, MAX_UNREAD, PROTOCOL_VERSION
 from moeoffload.control.status import error_of
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
@@ -32,8 +32,6 @@ from moeoffload.text import one_line
 logger = logging.getLogger(__name__)
 
 _END = None
-MAX_UNREAD: Final = 4
-"""Most unread answers to steps of an attach; the host sends one step at a time."""
 LOOK_S: Final = 0.25
 """How long a connection may take until the host probes for the reason; doubled each time, unless it is refused."""
 CLOSE_S: Final = 10.0

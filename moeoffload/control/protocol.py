@@ -1,12 +1,8 @@
-"""The protocol version, gRPC channel options and dtype names that both sides of the control plane share."""
+"""The protocol version, gRPC channel options and limits that both sides of the control plane share."""
 
 from __future__ import annotations
 
 from typing import Final
-
-import torch
-
-from moeoffload.payload import PayloadDtype
 
 PROTOCOL_VERSION: Final = 2
 
@@ -17,6 +13,8 @@ MAX_CONNECTIONS: Final = 128
 checks."""
 MAX_STREAMS: Final = 64
 """Most concurrent calls of one connection."""
+MAX_UNREAD: Final = 4
+"""Most steps of an attach, or answers to them, that may wait to be read; a host sends one step at a time."""
 
 # A dead peer is noticed within ping interval + timeout, even while the connection is idle.
 KEEPALIVE_S: Final = 5
@@ -47,8 +45,3 @@ SERVER_OPTIONS: Final = [
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_concurrent_streams", MAX_STREAMS),
 ]
-
-
-def dtype_label(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype in control messages: f32, f16 or bf16."""
-    return PayloadDtype.from_torch(dtype).label

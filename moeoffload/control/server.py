@@ -99,23 +99,10 @@ class CallThreads(Executor):
 
 
 class ControlServer:
-    """Listens and serves from `start` to `stop`. ``port`` is the actual port, even if port 0 was given."""
+    """Listens and serves until `stop`. ``port`` is the actual port, even if port 0 was given."""
 
-    def __init__(self, gate: Gate, servicer: pb_grpc.ExpertServiceServicer) -> None:
-        # gRPC logs a traceback for every call header that is not UTF-8, although it goes on.
-        logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
-        self.port = 0
-        self._user_token: UserToken | None = None
-        self._calls = CallThreads()
-        self._health = _Health(experimental_non_blocking=False)
-        self._server = grpc.server(self._calls, interceptors=[gate], options=SERVER_OPTIONS)  # type: ignore[arg-type]
-        pb_grpc.add_ExpertServiceServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
-
-    @classmethod
-    def start(
-        cls,
+    def __init__(
+        self,
         host: str,
         port: int,
         servicer: pb_grpc.ExpertServiceServicer,
@@ -123,7 +110,7 @@ class ControlServer:
         refusals: Refusals,
         *,
         first_s: float = FIRST_S,
-    ) -> ControlServer:
+    ) -> None:
         """Listens on ``host``:``port`` and serves the expert service, the standard health service and reflection.
 
         Calls that ``credentials`` do not allow are refused and added to ``refusals``; health checks are open to all. A
@@ -131,25 +118,32 @@ class ControlServer:
         Raises SettingError: the address cannot be bound; SystemLimitError: there is no folder for the token of a server
         that serves its own user only.
         """
+        # gRPC logs a traceback for every call header that is not UTF-8, although it goes on.
+        logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
         gate = Gate(credentials, refusals, first_s)
-        control = cls(gate, servicer)
+        self._user_token: UserToken | None = None
+        self._calls = CallThreads()
+        self._health = _Health(experimental_non_blocking=False)
+        self._server = grpc.server(self._calls, interceptors=[gate], options=SERVER_OPTIONS)  # type: ignore[arg-type]
+        pb_grpc.add_ExpertServiceServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         address = f"{bracketed(numeric_loopback(host))}:{port}"
         try:
             if credentials.tls is not None:
-                control.port = control._server.add_secure_port(address, credentials.tls)
+                self.port = self._server.add_secure_port(address, credentials.tls)
             else:
-                control.port = control._server.add_insecure_port(address)
+                self.port = self._server.add_insecure_port(address)
         except RuntimeError:
             raise SettingError(f"--listen: cannot listen at {host}:{port}; is another server running there?") from None
         if credentials.same_user and credentials.token is not None:
-            token = control._user_token = UserToken.write(host, control.port, credentials.token)
+            token = self._user_token = UserToken.write(host, self.port, credentials.token)
             gate.whose_token = (
                 f"the one in {token.path}, which hosts of its own user find by themselves; for others start it with "
                 "--token-file or --client-ca"
             )
-        control.set_serving(True)
-        control._server.start()
-        return control
+        self.set_serving(True)
+        self._server.start()
 
     def set_serving(self, serving: bool) -> None:
         """Sets the health status of the whole server and of the expert service. From any thread; does not wait."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -13,7 +12,7 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ModelError, ServerError
 from moeoffload.formats.quantise import FORMATS
 from moeoffload.model_name import check_revision
-from moeoffload.payload import PayloadDtype
+from moeoffload.payload import PayloadDtype, Payloads
 from moeoffload.placement import ExpertTable
 from moeoffload.text import one_line
 from moeoffload.wire import MAX_SLOTS
@@ -22,79 +21,30 @@ if TYPE_CHECKING:
     from moeoffload.checkpoint import Checkpoint
 
 MOST_KEPT: Final = 2
+OnRefused = Callable[[str], None]
+"""Called with the reason for which a host may not read the model that it has named."""
 
 
-@dataclass(frozen=True)
-class ModelRoots:
-    """Decides which models a host may make this server read: those below allowed folders and those in the hub cache.
+class Models:
+    """The models that hosts may make this server read: those below allowed folders and those in the hub cache.
 
-    ``on_refused`` is called with the reason for every refused reference.
-    """
-
-    roots: tuple[Path, ...]
-    """Folders with all links resolved."""
-    any_model: bool
-    """Whether hosts may name anything that this process can read or download."""
-    on_refused: Callable[[str], None]
-
-    def resolve(self, reference: str, revision: str | None) -> str | Path:
-        """Returns what to open for a host's ``reference``: a folder or file, or the reference itself if all is allowed.
-        Raises ModelError: the revision is not a valid name, or the reference is not allowed, whether or not such a
-        model exists, so that a host learns nothing about other folders."""
-        # The whole package: if one thread imports a part while another imports all, transformers returns half a module.
-        import moeoffload.checkpoint  # noqa: F401
-        from moeoffload.checkpoint.locate import locate_cached
-
-        try:
-            check_revision(revision)
-        except ModelError:
-            self.on_refused("it named a revision that is no name")
-            raise
-        if self.any_model:
-            return reference
-        if reference.startswith(("/", "~", ".")) or "\0" in reference:
-            folder = self._inside(reference)
-        else:
-            folder = locate_cached(reference, revision)
-        if folder is None:
-            where = f"below {', '.join(map(str, self.roots))} or " if self.roots else ""
-            self.on_refused("it named a model outside of what --model-root allows")
-            raise ModelError(
-                f"{reference!r} is no model {where}in the hub cache of this server, which reads no others for hosts; "
-                "start it with --model or with another --model-root"
-            )
-        return folder
-
-    def _inside(self, reference: str) -> Path | None:
-        """Returns the folder with all links resolved, or a GGUF file, if it is a root or below one; else None.
-
-        A GGUF file keeps its name even if that is a link to another file below a root, as in a hub cache.
-        """
-        from moeoffload.checkpoint.gguf_file import is_gguf
-
-        try:
-            found = Path(os.path.realpath(reference))
-            named = Path(os.path.realpath(Path(reference).parent)) / Path(reference).name
-        except (OSError, ValueError):  # not a possible file name
-            return None
-        chosen = named if is_gguf(named) else found
-        inside = (any(path.is_relative_to(root) for root in self.roots) for path in (found, chosen))
-        return chosen if all(inside) else None
-
-
-class OpenModels:
-    """Keeps the `MOST_KEPT` most recently used models open: the next host need not wait for headers and the digest.
-
+    Keeps the `MOST_KEPT` most recently used ones open: the next host need not wait for headers and the digest.
     Thread-safe.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: str | None, roots: tuple[Path, ...], any_model: bool) -> None:
+        """``own`` is this server's copy, read whatever hosts name; ``roots`` are folders with all links resolved; with
+        ``any_model`` hosts may name anything that this process can read or download."""
+        self._own = own
+        self._roots = roots
+        self._any_model = any_model
         self._kept: dict[tuple[object, ...], Checkpoint] = {}
         self._lock = threading.Lock()
 
-    def open(self, model: pb.ModelReference, reference: str | Path) -> Checkpoint:
-        """Returns the model at ``reference`` (folder, file or hub id), which must match the host's ``model``; reopens
-        it if its files have changed. Raises ModelError: it cannot be read; ServerError: the host's model differs."""
+    def open(self, model: pb.ModelReference, on_refused: OnRefused) -> Checkpoint:
+        """Returns the host's ``model``, or this server's own copy of it; reopens it if its files have changed.
+        Raises ModelError: it cannot be read, or see `resolve`; ServerError: the host's model differs."""
+        reference = self._own or self.resolve(model.reference, model.revision or None, on_refused)
         from moeoffload.checkpoint import Checkpoint
         from moeoffload.checkpoint.locate import locate
 
@@ -114,6 +64,50 @@ class OpenModels:
             for old in list(self._kept)[:-MOST_KEPT]:
                 del self._kept[old]
         return checkpoint
+
+    def resolve(self, reference: str, revision: str | None, on_refused: OnRefused) -> str | Path:
+        """Returns what to open for a host's ``reference``: a folder or file, or the reference itself if all is allowed.
+        Raises ModelError, after ``on_refused``: the revision is not a valid name, or the reference is not allowed,
+        whether or not such a model exists, so that a host learns nothing about other folders."""
+        # The whole package: if one thread imports a part while another imports all, transformers returns half a module.
+        import moeoffload.checkpoint  # noqa: F401
+        from moeoffload.checkpoint.locate import locate_cached
+
+        try:
+            check_revision(revision)
+        except ModelError:
+            on_refused("it named a revision that is no name")
+            raise
+        if self._any_model:
+            return reference
+        if reference.startswith(("/", "~", ".")) or "\0" in reference:
+            folder = self._inside(reference)
+        else:
+            folder = locate_cached(reference, revision)
+        if folder is None:
+            where = f"below {', '.join(map(str, self._roots))} or " if self._roots else ""
+            on_refused("it named a model outside of what --model-root allows")
+            raise ModelError(
+                f"{reference!r} is no model {where}in the hub cache of this server, which reads no others for hosts; "
+                "start it with --model or with another --model-root"
+            )
+        return folder
+
+    def _inside(self, reference: str) -> Path | None:
+        """Returns the folder with all links resolved, or a GGUF file, if it is a root or below one; else None.
+
+        A GGUF file keeps its name even if that is a link to another file below a root, as in a hub cache.
+        """
+        from moeoffload.checkpoint.gguf_file import is_gguf
+
+        try:
+            found = Path(os.path.realpath(reference))
+            named = Path(os.path.realpath(Path(reference).parent)) / Path(reference).name
+        except (OSError, ValueError):  # not a possible file name
+            return None
+        chosen = named if is_gguf(named) else found
+        inside = (any(path.is_relative_to(root) for root in self._roots) for path in (found, chosen))
+        return chosen if all(inside) else None
 
 
 def read_format(name: str) -> str | None:
@@ -146,7 +140,7 @@ def check_model(model: pb.ModelReference, checkpoint: Checkpoint) -> None:
             f"the host's model is not {checkpoint.path}, which this server reads: "
             f"model digest is {model.digest[:12]} (host), {here[:12]} here"
         )
-    compare("compute dtype", model.compute_dtype, PayloadDtype.from_torch(checkpoint.dtype).label)
+    compare("compute dtype", model.compute_dtype, checkpoint.dtype_label)
 
 
 def check_table(request: pb.LoadExpertsRequest, checkpoint: Checkpoint) -> ExpertTable:
@@ -167,23 +161,21 @@ def check_table(request: pb.LoadExpertsRequest, checkpoint: Checkpoint) -> Exper
     return ExpertTable(tuple(tables))
 
 
-def check_activate(
-    request: pb.Activate, checkpoint: Checkpoint, table: ExpertTable
-) -> tuple[PayloadDtype, PayloadDtype]:
-    """Returns the payload dtypes out and back. Raises ServerError naming the field that differs from what is loaded."""
+def check_activate(request: pb.Activate, checkpoint: Checkpoint, table: ExpertTable) -> Payloads:
+    """Returns the payload dtypes. Raises ServerError naming the field that differs from what is loaded."""
     compare("model digest", request.model_digest, checkpoint.digest)
     compare("expert table", request.table_digest, table.digest)
-    compare("compute dtype", request.compute_dtype, PayloadDtype.from_torch(checkpoint.dtype).label)
+    compare("compute dtype", request.compute_dtype, checkpoint.dtype_label)
     compare("hidden size", request.hidden_size, checkpoint.hidden_size)
     compare("top-k", request.top_k, checkpoint.top_k)
-    dtypes = (
+    payloads = Payloads(
         read_payload("payload dtype out", request.dtype_out),
         read_payload("payload dtype back", request.dtype_back),
     )
     for field, value in (("batch capacity", request.batch_capacity), ("number of slots", request.n_slots)):
         if value < 1:
             raise ServerError(f"{field} is {value} (host), at least 1 is needed")
-    return dtypes
+    return payloads
 
 
 def check_transport(wanted: str, offered: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from moeoffload.errors import CapacityError, MoeOffloadError, ProtocolError
 from moeoffload.expert_server.arena import HostArena
 from moeoffload.expert_server.batcher import Batch
 from moeoffload.expert_server.fair_share import SMALL_ROWS, FairShares
-from moeoffload.expert_server.requests import Job, Request, RequestError, SlotContext, check, write_sums_header
+from moeoffload.expert_server.requests import Job, Request, RequestError
 from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels, SlotError
 from moeoffload.payload import describe_bad_row
 from moeoffload.wire import ErrorCode, write_error_frame
@@ -63,24 +63,12 @@ class Answers:
         self._urgent_workspace = KernelWorkspace()
         """Kernel workspace for small batches between the slices of a long call."""
 
-    def admit(self, request: Request) -> LayerKernels | None:
-        """Returns the experts that a request needs; None if it was refused or its host has left."""
-        if request[1].owner.host.closed:
-            return None
-        try:
-            return check(request)
-        except Exception as error:
-            self.refuse(request, error)
-            return None
-
     def serve(self, request: Request, pause: Pause | None) -> None:
         """Computes and answers one request; without ``pause`` it interrupts a long call and is not interrupted."""
-        slot = request[1]
-        context: SlotContext = slot.owner
-        if context.host.closed:
+        if request.host.closed:
             return
         try:
-            n_bytes = self._compute(request, context, pause)
+            n_bytes = self._compute(request, pause)
         except Exception as error:
             self.refuse(request, error)
         else:
@@ -98,57 +86,53 @@ class Answers:
         for request in batch.members:
             self.serve(request, pause)
 
-    def _compute(self, request: Request, context: SlotContext, pause: Pause | None) -> int:
+    def _compute(self, request: Request, pause: Pause | None) -> int:
         """Computes one request into its reply buffer; returns the reply frame's length in bytes."""
         started = perf_counter()
-        experts = check(request)
-        slot, host, header, views = request[1], context.host, context.header, context.views
-        n_rows = header.rows
-        arena = host.arena
+        experts = request.check()
+        arena, views, n_rows = request.host.arena, request.views, request.header.rows
         reply = views.combine(n_rows)  # made before computing: the lease may end meanwhile
-        call = arena.fill(views.dispatch(n_rows), n_rows, context.weights_dtype, experts.n_experts)
+        call = arena.fill(views.dispatch(n_rows), n_rows, request.weights_dtype, experts.n_experts)
         given_s = self._run(experts, call, whole=n_rows == 1, pause=pause)
         bad = arena.finish(call, reply)
         if bad is not None:
-            raise _bad_sums(context, call, bad)
+            raise _bad_sums(request, call, bad)
         took_s = perf_counter() - started - given_s
-        wait_s = started - slot.received_at
+        wait_s = started - request.slot.received_at
         self._counters.count_batch(1, wait_s, took_s)
         self._counters.count_request(n_rows, wait_s)
-        return write_sums_header(slot, context, wait_s + given_s, took_s)
+        return request.write_sums_header(wait_s + given_s, took_s)
 
     def _serve_together(self, batch: Batch, pause: Pause | None) -> None:
         """Computes all members in one call and sends their replies; raises before any reply was sent if it fails."""
         started = perf_counter()
         members, rows, weights_dtype = batch.members, batch.rows, batch.weights_dtype
-        arena = batch.lead.host.arena
+        arena = batch.lead.arena
         assert isinstance(arena, HostArena), "kernels of other devices are not batch-invariant"
         parts, replies = [], []
         at = 0
-        for (_, slot), n_rows in zip(members, rows, strict=True):
-            views = slot.owner.views
-            replies.append(views.combine(n_rows))
-            parts.append(arena.gather(views.dispatch(n_rows), at, n_rows, weights_dtype))
+        for request, n_rows in zip(members, rows, strict=True):
+            replies.append(request.views.combine(n_rows))
+            parts.append(arena.gather(request.views.dispatch(n_rows), at, n_rows, weights_dtype))
             at += n_rows
         call = arena.part(0, at, weights_dtype)
         # One row from each of several hosts: all have had to wait for a turn, and one-row calls are never sliced.
-        one_each = at == len(rows) <= SMALL_ROWS and batch.rows_of(batch.lead.host.share) == 1
+        one_each = at == len(rows) <= SMALL_ROWS and batch.rows_of(batch.lead.share) == 1
         given_s = self._run(batch.experts, call, whole=one_each, pause=pause)
         took_s = perf_counter() - started - given_s
-        self._counters.count_batch(len(members), started - min(slot.received_at for _, slot in members), took_s)
+        oldest = min(request.slot.received_at for request in members)
+        self._counters.count_batch(len(members), started - oldest, took_s)
         for request, n_rows, part, reply in zip(members, rows, parts, replies, strict=True):
-            slot = request[1]
-            context: SlotContext = slot.owner
-            if context.host.closed:
+            if request.host.closed:
                 continue
             # A member is billed for its share of the call; the rest of the call counts as waiting.
             own_s = took_s * n_rows / at
-            wait_s = started - slot.received_at
+            wait_s = started - request.slot.received_at
             try:
-                bad = context.host.arena.finish(part, reply)
+                bad = request.host.arena.finish(part, reply)
                 if bad is not None:
-                    raise _bad_sums(context, part, bad)
-                n_bytes = write_sums_header(slot, context, wait_s + given_s + took_s - own_s, own_s)
+                    raise _bad_sums(request, part, bad)
+                n_bytes = request.write_sums_header(wait_s + given_s + took_s - own_s, own_s)
             except Exception as error:
                 self.refuse(request, error)
                 continue
@@ -167,8 +151,7 @@ class Answers:
 
     def refuse(self, request: Request, error: Exception) -> None:
         """Answers a request with an error frame that says what is wrong with it, or with this server."""
-        slot = request[1]
-        context: SlotContext = slot.owner
+        host, header = request.host, request.header
         code, text, row = ErrorCode.INTERNAL, f"{type(error).__name__}: {error}", 0
         if isinstance(error, RequestError):
             code, text, row = error.code, str(error), error.row
@@ -178,36 +161,35 @@ class Answers:
             code, text = ErrorCode.CAPACITY, str(error)
         elif isinstance(error, ProtocolError):
             code, text = ErrorCode.BAD_FRAME, str(error)
-        elif context.host.closed:  # the host left and its buffers were freed during the computation
+        elif host.closed:  # the host left and its buffers were freed during the computation
             code, text = ErrorCode.DRAINING, "the lease has ended"
         if code == ErrorCode.TOO_LATE:
             self._counters.skipped += 1
-            logger.debug("epoch %d: request not computed: %s", context.host.epoch, text)
+            logger.debug("epoch %d: request not computed: %s", host.epoch, text)
         else:
             self._counters.errors += 1
             if code == ErrorCode.INTERNAL:
-                logger.error("epoch %d: request failed", context.host.epoch, exc_info=error)
+                logger.error("epoch %d: request failed", host.epoch, exc_info=error)
             elif code != ErrorCode.DRAINING:
-                logger.warning("epoch %d: request refused: %s", context.host.epoch, text)
+                logger.warning("epoch %d: request refused: %s", host.epoch, text)
         try:
-            n_bytes = write_error_frame(context.header, slot.reply, context.header.request_id, code, text, row)
+            n_bytes = write_error_frame(header, request.slot.reply, header.request_id, code, text, row)
         except Exception as reason:  # a host can corrupt the memory it shares; other hosts must still be served
-            logger.warning("epoch %d: reply not sent: %s", context.host.epoch, reason)
+            logger.warning("epoch %d: reply not sent: %s", host.epoch, reason)
         else:
             self._send(request, n_bytes)
         if isinstance(error, torch.AcceleratorError):
             raise error  # after a CUDA error this process cannot use the GPU any more: it must stop taking requests
 
     def _send(self, request: Request, n_bytes: int) -> None:
-        channel, slot = request
         try:
-            channel.reply(slot, n_bytes)
+            request.channel.reply(request.slot, n_bytes)
         except MoeOffloadError as error:
-            logger.warning("epoch %d: reply not sent: %s", slot.owner.host.epoch, error)
+            logger.warning("epoch %d: reply not sent: %s", request.host.epoch, error)
         except Exception:  # a host can corrupt the semaphores it shares; other hosts must still be served
-            logger.exception("epoch %d: reply not sent", slot.owner.host.epoch)
+            logger.exception("epoch %d: reply not sent", request.host.epoch)
 
 
-def _bad_sums(context: SlotContext, call: KernelInput, row: int) -> RequestError:
+def _bad_sums(request: Request, call: KernelInput, row: int) -> RequestError:
     """Returns the error for a row of sums that does not fit the payload dtype."""
-    return RequestError(ErrorCode.PAYLOAD, describe_bad_row(call.out[row], context.host.layout.dtype_back), row)
+    return RequestError(ErrorCode.PAYLOAD, describe_bad_row(call.out[row], request.host.layout.dtype_back), row)

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from moeoffload.expert_server.fair_share import SMALL_PRICE, SMALL_ROWS, FairShares
-from moeoffload.expert_server.requests import HostShare, Job, Request, SlotContext, check, is_small
+from moeoffload.expert_server.requests import ActiveHost, HostShare, Job, Request
 from moeoffload.kernels import LayerKernels
 
 MORE_IN_FLIGHT: Final = 2
@@ -41,15 +41,14 @@ class Batch:
         """Starts a batch with a request whose header has been checked."""
         self.clear()
         self._experts = experts
-        self.weights_dtype = request[1].owner.weights_dtype
-        self.is_small = is_small(request)
+        self.weights_dtype = request.weights_dtype
+        self.is_small = request.is_small
         self._add(request)
 
     def _add(self, request: Request) -> None:
-        n_rows = request[1].owner.header.rows
         self.members.append(request)
-        self.rows.append(n_rows)
-        self.n_rows += n_rows
+        self.rows.append(request.header.rows)
+        self.n_rows += request.header.rows
 
     def clear(self) -> None:
         """Drops the references to members and experts, so that those of a host that leaves can be freed."""
@@ -65,16 +64,13 @@ class Batch:
         return self._experts
 
     @property
-    def lead(self) -> SlotContext:
-        """The context of the first member, whose buffers the batch uses."""
-        context: SlotContext = self.members[0][1].owner
-        return context
+    def lead(self) -> ActiveHost:
+        """The host of the first member, whose buffers the batch uses."""
+        return self.members[0].host
 
     def rows_of(self, share: HostShare) -> int:
         """Returns the number of rows of one host's members."""
-        return sum(
-            n_rows for (_, slot), n_rows in zip(self.members, self.rows, strict=True) if slot.owner.host.share is share
-        )
+        return sum(n_rows for each, n_rows in zip(self.members, self.rows, strict=True) if each.host.share is share)
 
     def collect(self, shares: FairShares[Request | Job], interrupted: HostShare | None = None) -> None:
         """Adds queued requests of all hosts for the same experts to a batch that has begun.
@@ -84,10 +80,10 @@ class Batch:
         """
         if not self.experts.is_batch_invariant:
             return
-        capacity = self.lead.host.layout.capacity
+        capacity = self.lead.layout.capacity
         if interrupted is not None:
             capacity = min(capacity, SMALL_ROWS)
-        own, lead_rows = self.lead.host.share, self.rows[0]
+        own, lead_rows = self.lead.share, self.rows[0]
         others_wait = False
         for share in shares.all:
             if share is own or share is interrupted:
@@ -117,19 +113,17 @@ class Batch:
                 room -= self.rows[-1]
 
     def _fits(self, request: Request, least: int, room: int) -> bool:
-        slot = request[1]
-        context: SlotContext = slot.owner
-        if context.host.closed or is_small(request) != self.is_small:
+        if request.host.closed or request.is_small != self.is_small:
             return False
         try:
-            if check(request) is not self.experts:
+            if request.check() is not self.experts:
                 return False
         except Exception:  # whatever is wrong is reported when it is this request's own turn, at its host's expense
             return False
-        return least <= context.header.rows <= room and context.weights_dtype == self.weights_dtype
+        return least <= request.header.rows <= room and request.weights_dtype == self.weights_dtype
 
     def charge(self, took_s: float) -> None:
         """Charges the time of the call to its members' hosts, in proportion to rows."""
         price = SMALL_PRICE if self.is_small else 1.0
-        for (_, slot), n_rows in zip(self.members, self.rows, strict=True):
-            slot.owner.host.share.charge(took_s, price, n_rows / self.n_rows)
+        for request, n_rows in zip(self.members, self.rows, strict=True):
+            request.host.share.charge(took_s, price, n_rows / self.n_rows)

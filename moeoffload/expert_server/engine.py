@@ -24,7 +24,7 @@ from moeoffload.errors import ServerError
 from moeoffload.expert_server.answers import Answers, EngineCounters
 from moeoffload.expert_server.batcher import Batch
 from moeoffload.expert_server.fair_share import SMALL_PRICE, FairShares, Share
-from moeoffload.expert_server.requests import HostShare, Job, Request, RequestError, is_small
+from moeoffload.expert_server.requests import HostShare, Job, Request, RequestError
 from moeoffload.kernels import KernelWorkspace
 from moeoffload.last_resort import start_thread
 from moeoffload.transport.base import OnFailure, ServerChannel, ServerSlot, Work
@@ -78,15 +78,16 @@ class Engine:
         self._thread = start_thread("engine", self._run, self._failed)
 
     def submit(self, channel: ServerChannel, slot: ServerSlot) -> Work | None:
-        """Queues a received request; ``slot.owner`` must be its `SlotContext`. Returns work that the caller must do."""
-        host = slot.owner.host
-        if slot.n_bytes <= host.small_bytes:
-            host.share.small.append((channel, slot))
+        """Queues the request in ``slot``, whose ``owner`` is its `Request`. Returns work that the caller must do."""
+        request: Request = slot.owner
+        host = request.host
+        if request.is_small:
+            host.share.small.append(request)
             alone = self.shares.n_leases == 1 or not self._takes_turns(id(host), slot.received_at)
             if alone and not self._failure:
                 return self.compute_small
         else:
-            host.share.large.append((channel, slot))
+            host.share.large.append(request)
         self._wake()
         return None
 
@@ -125,12 +126,6 @@ class Engine:
         except CancelledError:
             raise ServerError(self._failure or "the lease ended") from None
         return result
-
-    def pause(self) -> float:
-        """Computes small requests of other hosts between two slices; returns the seconds that took."""
-        before = self._given_s
-        self._give_way()
-        return self._given_s - before
 
     def leave(self, share: HostShare) -> None:
         """Gives back a share from ``shares.join`` when its lease has ended. Requests left are dropped if it was the
@@ -182,7 +177,7 @@ class Engine:
     def _pick(self) -> HostShare | None:
         """Returns the host whose turn it is, considering all requests that have arrived by now; None if none waits."""
         if self.shares.n_leases > 1:
-            os.sched_yield()  # as in `_give_way`: lets reader threads queue what they have received
+            os.sched_yield()  # as in `pause`: lets reader threads queue what they have received
         return self.shares.pick()
 
     def _serve_next(self, share: HostShare) -> None:
@@ -191,44 +186,42 @@ class Engine:
         if request is None:
             return
         self._running, self._started, self._given_s = share, perf_counter(), 0.0
-        self._price = SMALL_PRICE if is_small(request) else 1.0
+        self._price = SMALL_PRICE if request.is_small else 1.0
         if isinstance(request, Job):
             with torch.no_grad():
                 request.run()
         elif not (self._coalesces and self.shares.has_any()):
             self._answers.serve(request, self.pause)
-        elif self._begin(self._batch, request, None):
-            self._serve_batch(share)
+        elif self._begin(batch := self._batch, request, None):
+            self._price *= batch.rows_of(share) / batch.n_rows
+            self._answers.serve_batch(batch, self.pause)
+            batch.charge(perf_counter() - self._started - self._given_s)
+            batch.clear()
             return
         share.charge(perf_counter() - self._started - self._given_s, self._price)
 
-    def _serve_batch(self, share: HostShare) -> None:
-        """Serves the batch that was begun, in this host's turn."""
-        batch = self._batch
-        self._price *= batch.rows_of(share) / batch.n_rows
-        self._answers.serve_batch(batch, self.pause)
-        batch.charge(perf_counter() - self._started - self._given_s)
-        batch.clear()
-
     def _begin(self, batch: Batch, request: Request, interrupted: HostShare | None) -> bool:
         """Fills ``batch`` with a request and those that can join it; returns False if there is nothing to compute."""
-        experts = self._answers.admit(request)
-        if experts is None:
+        if request.host.closed:
             return False
-        batch.begin(request, experts)
+        try:
+            batch.begin(request, request.check())
+        except Exception as error:
+            self._answers.refuse(request, error)
+            return False
         if self._coalesces:
             batch.collect(self.shares, interrupted)
         return True
 
-    def _give_way(self) -> None:
-        """Computes other hosts' small requests whose turn it is, between two slices of a call."""
+    def pause(self) -> float:
+        """Computes small requests of other hosts whose turn it is, between two slices; returns the seconds it took."""
         os.sched_yield()  # lets reader threads run that share this thread's core
-        share, batch = self._running, self._urgent
+        share, batch, before = self._running, self._urgent, self._given_s
         while True:
             now = perf_counter()
             taken = self.shares.rival(share, share.used_s + (now - self._started - self._given_s) * self._price)
             if taken is None:
-                return
+                return self._given_s - before
             rival, request = taken
             assert not isinstance(request, Job), "jobs wait with the large requests"
             if self._begin(batch, request, share):

@@ -6,7 +6,7 @@ import functools
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
@@ -16,10 +16,10 @@ from moeoffload.config.shared import USUAL_ROWS
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, ServerError
-from moeoffload.expert_server.agreement import ModelRoots, check_activate, check_table, check_transport, compare
+from moeoffload.expert_server.agreement import check_activate, check_table, check_transport, compare
 from moeoffload.expert_server.arena import DeviceArena, HostArena
 from moeoffload.expert_server.calibrate import SIZES, best_rows, time_layer
-from moeoffload.expert_server.requests import ActiveHost, SlotContext
+from moeoffload.expert_server.requests import ActiveHost, Request
 from moeoffload.expert_server.server_parts import ServerParts
 from moeoffload.expert_server.several_devices import LayerSource
 from moeoffload.expert_server.store import LayerKey
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S: Final = 1.0
-"""After this time a host that found no room may ask again."""
 CALIBRATION_ROWS: Final = 64
 CALIBRATION_BYTES: Final = 1 << 30
 CALIBRATION_TIMEOUT_S: Final = 60.0
@@ -73,13 +71,10 @@ class HostLease:
         self._share = server.engine.shares.join(self._name)
         self._lock = threading.Lock()
         self._closed = False
-        self._loads = False
-        self._checkpoint: Checkpoint | None = None
-        self._table: ExpertTable | None = None
+        self._loaded: tuple[Checkpoint, ExpertTable] | None = None
         self._fast_part = 1.0
         """Fraction of each layer's experts that is loaded to the device."""
-        self._keys: list[LayerKey] = []
-        self._modules: dict[int, LayerKernels] = {}
+        self._experts: dict[LayerKey, LayerKernels] = {}
         self._reserved = 0
         self._active: ActiveHost | None = None
         self._channels: dict[str, ServerChannel] = {}
@@ -99,7 +94,8 @@ class HostLease:
             experts_bytes = sum(each.n_experts * each.expert_bytes for each in checkpoint.layers)
             self._fast_part = self._server.tiers.share(min(experts_bytes, self._store.free_bytes))
         n_experts = max(1, min(layer.n_experts, checkpoint.top_k, room))
-        key, kernels = self._acquire(checkpoint, layer.index, tuple(range(n_experts)))
+        key = LayerKey.of(checkpoint, layer.index, tuple(range(n_experts)))
+        kernels = self._acquire(checkpoint, key)
         try:
             timings = self._time(kernels, checkpoint.top_k, CALIBRATION_ROWS, n_experts, KernelWorkspace())
         finally:
@@ -113,85 +109,75 @@ class HostLease:
     def _open_checkpoint(self, model: pb.ModelReference) -> Checkpoint:
         """Returns this server's copy of the host's model."""
         refuse = functools.partial(self._server.refusals.add, self._name)
-        roots = ModelRoots(self._settings.model_root, self._server.any_model, refuse)
-        reference = self._settings.model or roots.resolve(model.reference, model.revision or None)
-        return self._server.models.open(model, reference)
+        return self._server.models.open(model, refuse)
 
     def load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
         """Makes the requested experts resident, one layer at a time; if that fails, none of them stay with this lease.
         Raises ModelError: the model cannot be read here; ServerError: its digest differs from the host's, or the table
         does not match the model; CapacityError: the experts do not fit into the memory budget."""
-        with self._lock:
-            if self._loads:
-                raise ServerError("this lease has loaded its experts already")
-            self._loads = True
+        if self._loaded is not None:
+            raise ServerError("this lease has loaded its experts already")
         try:
-            last = yield from self._load(request)
+            yield from self._load(request)
         except BaseException:
-            self._give_back_experts()
-            self._loads = False
+            if self._loaded is None:  # else the host went away at the last message
+                self._give_back_experts()
             raise
-        yield last
 
-    def _load(self, request: pb.LoadExpertsRequest) -> Generator[pb.LoadProgress, None, pb.LoadProgress]:
+    def _load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
         checkpoint = self._open_checkpoint(request.model)
         table = check_table(request, checkpoint)
-        self._checkpoint = checkpoint
         begun, loaded = monotonic(), 0
         sizes = [layer.expert_bytes for layer in checkpoint.layers]
         total = sum(len(experts) * size for experts, size in zip(table.layers, sizes, strict=True))
         logger.info("%s: loading %d experts, %.4g GiB, of %s", self.host, table.n_experts, total / GIB, checkpoint.path)
         yield pb.LoadProgress(loaded_bytes=0, total_bytes=total)
         read = self._store.read_bytes
-        parts = [(i, experts) for i, experts in enumerate(table.layers) if experts]
-        keys = {LayerKey.of(checkpoint, *part): part for part in parts}
-        missing = [part for key, part in keys.items() if key not in self._store]
+        keys = [LayerKey.of(checkpoint, i, experts) for i, experts in enumerate(table.layers) if experts]
+        missing = [key for key in keys if key not in self._store]
         # Warm layers first, so that loading the others does not evict them.
-        parts.sort(key=missing.__contains__)
+        keys.sort(key=missing.__contains__)
         if (tiers := self._server.tiers) is not None and missing:
             self._store.forget_warm(keys)
-            n_bytes = sum(len(experts) * sizes[layer] for layer, experts in missing)
+            n_bytes = sum(len(key.experts) * sizes[key.layer] for key in missing)
             self._fast_part = tiers.share(n_bytes)
             logger.info("%s: %.0f %% of the experts to load begin on the device", self.host, 100 * self._fast_part)
         from moeoffload.checkpoint.copy_buffers import CopyBuffers  # imported with the first model, as is checkpoint/
 
         with CopyBuffers() as buffers:
-            for layer, experts in parts:
-                self._load_layer(checkpoint, layer, experts, buffers)
-                loaded += len(experts) * sizes[layer]
+            for key in keys:
+                self._load_layer(checkpoint, key, buffers)
+                loaded += len(key.experts) * sizes[key.layer]
                 yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
-        for _, module in sorted(self._modules.items()):  # hosts expect them in the order of the layers
-            yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, weight_error=module.weight_error)
+        # Hosts expect them in the order of the layers.
+        for _, kernels in sorted(self._experts.items(), key=lambda item: item[0].layer):
+            yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, weight_error=kernels.weight_error)
         read = self._store.read_bytes - read
         logger.info("%s: loaded in %.1f s, %.4g GiB of it from files", self.host, monotonic() - begun, read / GIB)
         if self._server.memories is not None:
             logger.info("%s: taken are %s", self.host, self._server.memories)
-        self._table = table
-        return pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
+        self._loaded = checkpoint, table
+        yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
 
-    def _acquire(
-        self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...], buffers: CopyBuffers | None = None
-    ) -> tuple[LayerKey, LayerKernels]:
+    def _acquire(self, checkpoint: Checkpoint, key: LayerKey, buffers: CopyBuffers | None = None) -> LayerKernels:
         def build() -> LayerKernels:
             workspace, kernel = self._engine.kernel_workspace, self._settings.kernel
-            source = LayerSource(checkpoint, layer, experts, workspace, kernel, buffers)
+            source = LayerSource(checkpoint, key.layer, key.experts, workspace, kernel, buffers)
             with lean_heap():
                 if (memories := self._server.memories) is None:
                     return source.build(self._device)[1]
                 return memories.build(source, self._store.forget_warm, self._fast_part)
 
-        key = LayerKey.of(checkpoint, layer, experts)
         try:
-            return key, self._store.acquire(key, len(experts) * checkpoint.layers[layer].expert_bytes, build)
+            return self._store.acquire(key, len(key.experts) * checkpoint.layers[key.layer].expert_bytes, build)
         except CapacityError as error:
             raise self._no_room(str(error)) from None
 
-    def _load_layer(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...], buffers: CopyBuffers) -> None:
-        key, module = self._acquire(checkpoint, layer, experts, buffers)
+    def _load_layer(self, checkpoint: Checkpoint, key: LayerKey, buffers: CopyBuffers) -> None:
+        kernels = self._acquire(checkpoint, key, buffers)
         with self._lock:
             if not self._closed:
-                self._keys.append(key)
-                self._modules[layer] = module
+                self._experts[key] = kernels
                 return
         self._store.release(key)
         raise ServerError("the lease ended while its experts were loading")
@@ -200,27 +186,27 @@ class HostLease:
         """Checks the host's request against what is loaded, decides the batch capacity and opens channels.
         Raises ServerError: something differs; the message names the field; CapacityError: not even one row fits into
         the memory that is left."""
-        checkpoint, table = self._checkpoint, self._table
-        if checkpoint is None or table is None:
+        if self._loaded is None:
             raise ServerError("activate came before the experts were loaded")
         if self._active is not None:
             raise ServerError("this lease is active already")
-        dtype_out, dtype_back = check_activate(request, checkpoint, table)
+        checkpoint, table = self._loaded
+        payloads = check_activate(request, checkpoint, table)
         transports = check_transport(request.transport, list(self._server.factories))
         n_slots = min(request.n_slots, self._settings.slots)
         capacity = self._capacity(request, checkpoint, n_slots)
-        if self._server.tries_larger_calls and capacity > USUAL_ROWS and self._modules:
+        if self._server.tries_larger_calls and capacity > USUAL_ROWS and self._experts:
             capacity = self._best_capacity(checkpoint, capacity)
-        layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, dtype_out, dtype_back, capacity)
+        layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, *payloads, capacity)
         self._activate(layout, checkpoint)
         sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes, self._settings.shared_bytes)
         timings: list[tuple[int, float]] = []
-        for layer, kernels in list(self._modules.items())[:1]:
+        for key, kernels in list(self._experts.items())[:1]:
             known = self._store.timings.setdefault(kernels, {})
             if capacity not in known:  # timing also warms everything up
-                known[capacity] = self._time(kernels, layout.top_k, capacity, checkpoint.layers[layer].n_experts)
+                known[capacity] = self._time(kernels, layout.top_k, capacity, checkpoint.layers[key.layer].n_experts)
             timings = known[capacity]
-        kernel = ", ".join(sorted({each.kernel_for(n) for each in self._modules.values() for n in (1, capacity)}))
+        kernel = ", ".join(sorted({each.kernel_for(n) for each in self._experts.values() for n in (1, capacity)}))
         if request.kernel:
             compare("kernel", request.kernel, kernel)
         return pb.Offer(
@@ -251,8 +237,8 @@ class HostLease:
 
     def _best_capacity(self, checkpoint: Checkpoint, most: int) -> int:
         """Returns the measured best batch capacity, at most ``most``; releases the memory reserved beyond it."""
-        layer, kernels = next(iter(self._modules.items()))
-        how = checkpoint.top_k, most, checkpoint.layers[layer].n_experts
+        key, kernels = next(iter(self._experts.items()))
+        how = checkpoint.top_k, most, checkpoint.layers[key.layer].n_experts
         known = self._store.best_rows.setdefault(kernels, {})
         if most not in known:
             known[most] = best_rows(lambda n: self._time(kernels, *how, sizes=(n,))[0][1], USUAL_ROWS, most)
@@ -266,17 +252,18 @@ class HostLease:
     def _no_room(self, text: str) -> CapacityError:
         """Returns a `BusyError` if there are other leases, whose memory may become free, else a `CapacityError`."""
         if self._engine.shares.n_leases > 1:
-            return BusyError(f"{text} (busy: other leases use this server)", RETRY_AFTER_S)
+            return BusyError(f"{text} (busy: other leases use this server)")
         return CapacityError(text)
 
     def _activate(self, layout: FrameLayout, checkpoint: Checkpoint) -> None:
         dtype, device = checkpoint.dtype, self._device
         arena = HostArena(layout, dtype) if device.type == "cpu" else DeviceArena(layout, dtype, device)
-        layers = [self._modules.get(layer.index) for layer in checkpoint.layers]
+        held = {key.layer: kernels for key, kernels in self._experts.items()}
+        layers = [held.get(layer.index) for layer in checkpoint.layers]
         self._active = ActiveHost(self.epoch, layout, layers, dtype, arena, self._share)
 
         def reserve() -> None:
-            for kernels in self._modules.values():
+            for kernels in self._experts.values():
                 kernels.reserve(layout.capacity, layout.top_k)
 
         # On the compute thread, while no call runs: a workspace that grows frees memory that another call may be using.
@@ -314,7 +301,7 @@ class HostLease:
         assert self._active is not None, "channels are opened after the lease became active"
         channel = self._server.factories[name](sizes, self._engine.submit, key)
         for slot in channel.slots:  # before a host knows of the channel
-            slot.owner = SlotContext(self._active, slot)
+            slot.owner = Request(self._active, channel, slot)
         with self._lock:
             closed = self._closed
             if not closed:
@@ -345,10 +332,10 @@ class HostLease:
     @property
     def pool_creations(self) -> dict[str, int]:
         """Number of objects that the pools of this lease have made: slots, views and workspaces."""
-        contexts = [slot.owner for channel in list(self._channels.values()) for slot in channel.slots]
+        requests = [slot.owner for channel in list(self._channels.values()) for slot in channel.slots]
         return {
-            "slots": len(contexts),
-            "views": sum(context.views.n_created for context in contexts if context is not None),
+            "slots": len(requests),
+            "views": sum(request.views.n_created for request in requests if request is not None),
             "workspaces": self._active.arena.n_created if self._active is not None else 0,
         }
 
@@ -376,15 +363,15 @@ class HostLease:
 
     def _give_back_experts(self) -> None:
         with self._lock:
-            keys, self._keys = self._keys, []
-            self._modules.clear()
-        for key in keys:
+            experts, self._experts = self._experts, {}
+        for key in experts:
             self._store.release(key)
 
 
 def _close(channel: ServerChannel) -> None:
-    """Closes a channel and drops the views of its memory."""
+    """Closes a channel. Its slots and their requests form a reference cycle: breaking it frees their memory now."""
     channel.close()
     for slot in channel.slots:
-        if slot.owner is not None:
-            slot.owner.views.drop()
+        request, slot.owner = slot.owner, None
+        if request is not None:
+            request.views.drop()

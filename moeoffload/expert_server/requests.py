@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Final
 
@@ -51,21 +51,55 @@ class ActiveHost:
 
 
 @dataclass(slots=True, eq=False)
-class SlotContext:
-    """State of one slot of a host's channel; made once, with the channel."""
+class Request:
+    """One slot of a host's channel with the request that it holds now; made once, with the channel."""
 
     host: ActiveHost
-    slot: InitVar[ServerSlot]
+    channel: ServerChannel
+    slot: ServerSlot
     views: SlotViews = field(init=False)
     header: FrameHeader = field(default_factory=FrameHeader)
 
-    def __post_init__(self, slot: ServerSlot) -> None:
-        self.views = SlotViews(self.host.layout, slot.request, slot.reply)
+    def __post_init__(self) -> None:
+        self.views = SlotViews(self.host.layout, self.slot.request, self.slot.reply)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is decode- or verify-shaped."""
+        return self.slot.n_bytes <= self.host.small_bytes
 
     @property
     def weights_dtype(self) -> torch.dtype:
         """Dtype of the routing weights, from the checked header."""
         return torch.float32 if self.header.flags & _WEIGHTS_F32 else self.host.compute_dtype
+
+    def check(self) -> LayerKernels:
+        """Reads and checks the header before anything is allocated; returns the experts of its layer.
+        Raises ProtocolError, CapacityError: the frame differs from what was agreed on; RequestError: its experts are
+        not here, or the host no longer waits for the reply."""
+        header, slot, layers = self.header, self.slot, self.host.layers
+        self.host.reader.read(header, slot.request, slot.n_bytes)
+        if header.layer >= len(layers):
+            raise ProtocolError(f"frame layer is {header.layer}, the model has {len(layers)} MoE layers")
+        experts = layers[header.layer]
+        if experts is None:
+            raise RequestError(ErrorCode.BAD_SLOT, f"layer {header.layer}: this server holds none of its experts")
+        if self.channel.is_cancelled(slot):
+            raise RequestError(ErrorCode.TOO_LATE, "the host does not wait for it any more")
+        waited_s = perf_counter() - slot.received_at
+        if 0 < header.timeout_us < waited_s * 1e6:
+            raise RequestError(ErrorCode.TOO_LATE, f"it has waited {waited_s:.3g} s, the host {header.timeout_us} us")
+        return experts
+
+    def write_sums_header(self, queue_s: float, compute_s: float) -> int:
+        """Writes the header before the sums in the reply buffer; returns the frame's length in bytes."""
+        header = self.header
+        header.kind, header.code = Kind.COMBINE, 0
+        header.body_bytes = header.rows * self.host.layout.combine_row_bytes
+        header.queue_us = _microseconds(queue_s)
+        header.compute_us = _microseconds(compute_s)
+        header.pack_into(self.slot.reply)
+        return HEADER_BYTES + header.body_bytes
 
 
 class RequestError(Exception):
@@ -79,6 +113,8 @@ class RequestError(Exception):
 
 class Job:
     """Work to be done on the compute thread between two requests."""
+
+    is_small: Final = False
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.done: Future[Any] = Future()
@@ -94,47 +130,7 @@ class Job:
             self.done.set_exception(error)
 
 
-Request = tuple[ServerChannel, ServerSlot]
-"""``slot.owner`` is its `SlotContext`."""
 HostShare = Share[Request | Job]
-
-
-def is_small(request: Request | Job) -> bool:
-    """Whether a request is decode- or verify-shaped."""
-    return not isinstance(request, Job) and request[1].n_bytes <= request[1].owner.host.small_bytes
-
-
-def check(request: Request) -> LayerKernels:
-    """Reads and checks the header before anything is allocated; returns the experts of its layer.
-    Raises ProtocolError, CapacityError: the frame differs from what was agreed on; RequestError: its experts are not
-    here, or the host no longer waits for the reply."""
-    channel, slot = request
-    context: SlotContext = slot.owner
-    host, header = context.host, context.header
-    host.reader.read(header, slot.request, slot.n_bytes)
-    layers = host.layers
-    if header.layer >= len(layers):
-        raise ProtocolError(f"frame layer is {header.layer}, the model has {len(layers)} MoE layers")
-    experts = layers[header.layer]
-    if experts is None:
-        raise RequestError(ErrorCode.BAD_SLOT, f"layer {header.layer}: this server holds none of its experts")
-    if channel.is_cancelled(slot):
-        raise RequestError(ErrorCode.TOO_LATE, "the host does not wait for it any more")
-    waited_s = perf_counter() - slot.received_at
-    if 0 < header.timeout_us < waited_s * 1e6:
-        raise RequestError(ErrorCode.TOO_LATE, f"it has waited {waited_s:.3g} s, the host {header.timeout_us} us")
-    return experts
-
-
-def write_sums_header(slot: ServerSlot, context: SlotContext, queue_s: float, compute_s: float) -> int:
-    """Writes the header before the sums in the reply buffer; returns the frame's length in bytes."""
-    header = context.header
-    header.kind, header.code = Kind.COMBINE, 0
-    header.body_bytes = header.rows * context.host.layout.combine_row_bytes
-    header.queue_us = _microseconds(queue_s)
-    header.compute_us = _microseconds(compute_s)
-    header.pack_into(slot.reply)
-    return HEADER_BYTES + header.body_bytes
 
 
 def _microseconds(seconds: float) -> int:

@@ -14,6 +14,7 @@ from moeoffload.control.server import ControlServer
 from moeoffload.control.user_token import numeric_loopback
 from moeoffload.devices import free_now, memory_budget, resolve_devices
 from moeoffload.errors import SettingError
+from moeoffload.expert_server.agreement import Models
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.server_parts import ServerParts
 from moeoffload.expert_server.service import ExpertService
@@ -27,14 +28,9 @@ _CPU: Final = torch.device("cpu")
 
 
 class ExpertServer:
-    """A server in this process. Made by `start`, ended by `stop`."""
+    """A server in this process, until `stop`."""
 
-    def __init__(self, parts: ServerParts, on_drained: Callable[[], object]) -> None:
-        self.parts = parts
-        self.service = ExpertService(parts, on_drained)
-
-    @classmethod
-    def start(cls, settings: ExpertServerSettings, on_drained: Callable[[], object] = lambda: None) -> ExpertServer:
+    def __init__(self, settings: ExpertServerSettings, on_drained: Callable[[], object] = lambda: None) -> None:
         """Opens everything and serves; ``on_drained`` is called when the server is draining and its last host has left.
         Raises SettingError: the device does not exist, or has less memory than asked for; the address is taken; or the
         server would be open to others than its user says."""
@@ -56,11 +52,11 @@ class ExpertServer:
         budget = budgets[0] if memories is None else memories.offered_bytes
         keeps = settings.keep_warm == "on"
         store = ExpertStore(budget, lambda: sum(map(free_now, in_use)), keep_warm=keeps)
-        parts = ServerParts(
-            settings, devices[0], store, Engine(coalesce=settings.coalesce), credentials.any_model, memories
-        )
-        server = cls(parts, on_drained)
-        parts.engine.on_failure = fail = server.service.fail
+        models = Models(settings.model, settings.model_root, credentials.any_model)
+        engine = Engine(coalesce=settings.coalesce)
+        self.parts = parts = ServerParts(settings, devices[0], store, engine, models, memories)
+        self.service = ExpertService(parts, on_drained)
+        engine.on_failure = fail = self.service.fail
         if settings.transport in ("auto", "shared"):
             sweep_stale_segments()
             parts.factories["shared"] = lambda sizes, deliver, key: SharedServerEnd(sizes, deliver, on_failure=fail)
@@ -73,16 +69,15 @@ class ExpertServer:
                 on_failure=fail,
             )
             parts.factories["stream"] = parts.listener.open_channel
-        parts.engine.start()
+        engine.start()
         try:
             address = settings.listen.host, settings.listen.port
-            server.service.control = ControlServer.start(*address, server.service, credentials, parts.refusals)
-            if server.service.failure:
-                fail(server.service.failure)
+            self.service.control = ControlServer(*address, self.service, credentials, parts.refusals)
+            if self.service.failure:
+                fail(self.service.failure)
         except BaseException:
-            server.stop()
+            self.stop()
             raise
-        return server
 
     @property
     def address(self) -> str:

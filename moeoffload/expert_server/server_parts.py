@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from moeoffload.config import ExpertServerSettings
-from moeoffload.expert_server.agreement import OpenModels
+from moeoffload.expert_server.agreement import Models
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.several_devices import SeveralDevices
 from moeoffload.expert_server.store import ExpertStore
@@ -33,14 +33,12 @@ class ServerParts:
     device: torch.device
     store: ExpertStore
     engine: Engine
-    any_model: bool
-    """Whether hosts may name any model that this process can read."""
+    models: Models
     memories: SeveralDevices | None
     """Set if experts are in several memories; ``device`` is the first of them."""
     factories: dict[str, ChannelFactory] = field(default_factory=dict)
     listener: StreamListener | None = None
     """Set if the stream transport is offered."""
-    models: OpenModels = field(default_factory=OpenModels)
     refusals: Refusals = field(default_factory=Refusals)
 
     @property

@@ -19,7 +19,7 @@ import grpc
 
 from moeoffload import __version__
 from moeoffload.control.gate import FIRST_S
-from moeoffload.control.protocol import PROTOCOL_VERSION
+from moeoffload.control.protocol import MAX_UNREAD, PROTOCOL_VERSION
 from moeoffload.control.server import ControlServer
 from moeoffload.control.status import refusal_of
 from moeoffload.control.v1 import expert_service_pb2 as pb
@@ -27,7 +27,7 @@ from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
 from moeoffload.control.validate import clean_texts
 from moeoffload.devices import device_memory, device_name
 from moeoffload.errors import BusyError, DeadlineError, MoeOffloadError, ProtocolError, ServerError
-from moeoffload.expert_server.lease import RETRY_AFTER_S, HostLease
+from moeoffload.expert_server.lease import HostLease
 from moeoffload.expert_server.server_parts import ServerParts
 from moeoffload.text import one_line
 
@@ -38,8 +38,6 @@ MAX_LEASES_OF_ONE: Final = 16
 """Of one host, or one machine on the network: it cannot take all of them. One host may need several: one per shard."""
 STEP_S: Final = 60.0
 """Seconds that a host may take between two steps of an attach, not counting its running calls."""
-MAX_UNREAD: Final = 4
-"""Most steps of an attach that may wait while one is handled; a host sends one at a time."""
 REASON_LENGTH: Final = 200
 _GONE: Final = "the host is gone"
 _Event: TypeAlias = pb.AttachRequest | pb.AttachReply | Exception | str
@@ -158,13 +156,13 @@ class ExpertService(pb_grpc.ExpertServiceServicer):
             if self._draining:
                 raise ServerError("this server is draining and takes no new hosts")
             # Processes of this machine are told apart by their names: they are the same user's.
-            who = f"{peer} {hello.host}" if _is_loopback(peer) else peer
+            is_here = peer.startswith(("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:"))
+            who = f"{peer} {hello.host}" if is_here else peer
             of_one = sum(lease.limited_as == who for lease in self._leases.values())
             if len(self._leases) >= MAX_LEASES or of_one >= MAX_LEASES_OF_ONE:
                 raise BusyError(
                     f"this server has {len(self._leases)} leases, {of_one} of this host; "
-                    f"its limits are {MAX_LEASES} and {MAX_LEASES_OF_ONE}",
-                    RETRY_AFTER_S,
+                    f"its limits are {MAX_LEASES} and {MAX_LEASES_OF_ONE}"
                 )
             lease = HostLease(self._server, hello.host, peer, who, next(self._epochs), say)
             self._leases[lease.lease_id] = lease
@@ -286,10 +284,6 @@ def _traced_bytes() -> int:
         return 0
     gc.collect()
     return tracemalloc.get_traced_memory()[0]
-
-
-def _is_loopback(peer: str) -> bool:
-    return peer.startswith(("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:"))
 
 
 def _checked_hello(event: pb.AttachRequest) -> pb.Hello:

@@ -41,11 +41,6 @@ class LayerSource:
     kernel: Kernel
     buffers: CopyBuffers | None = None
 
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert in memory."""
-        return self.checkpoint.layers[self.layer].expert_bytes
-
     def build(self, device: torch.device, some: slice = slice(None)) -> tuple[nn.Module, LayerKernels]:
         """Reads ``some`` of the experts to a device; returns the module that holds them, and its kernels.
         Raises ModelError: see `Checkpoint.build_experts`."""
@@ -81,11 +76,11 @@ class LayerParts(LayerKernels):
 
     def kernel_for(self, n_rows: int) -> str:
         """Returns the names of the kernels that serve a call of ``n_rows`` rows."""
-        names = " and ".join(self._kernels_for(n_rows))
+        names = self._kernels_for(n_rows)
         return f"{names} on {len(self._parts)} devices" if len(self._parts) > 1 else names
 
-    def _kernels_for(self, n_rows: int) -> list[str]:
-        return list(dict.fromkeys(part.kernel_for(n_rows) for part in self._parts))
+    def _kernels_for(self, n_rows: int) -> str:
+        return " and ".join(dict.fromkeys(part.kernel_for(n_rows) for part in self._parts))
 
     def reserve(self, max_rows: int, top_k: int) -> None:
         """See `LayerKernels.reserve`."""
@@ -166,7 +161,7 @@ class SeveralDevices:
     def build(self, source: LayerSource, make_room: Callable[[], object], fast_part: float = 1.0) -> LayerKernels:
         """Reads experts of a layer, each to one device; ``make_room`` frees experts that no host uses. ``fast_part`` is
         for `Tiers`. Raises ModelError: they cannot be read; CapacityError: no device has room for one of them."""
-        n_experts, expert_bytes = len(source.experts), source.expert_bytes
+        n_experts, expert_bytes = len(source.experts), source.checkpoint.layers[source.layer].expert_bytes
         counts = self._take(n_experts, expert_bytes, fast_part)
         if counts is None:
             make_room()

@@ -15,7 +15,6 @@ import torch
 
 from moeoffload.errors import CapacityError
 from moeoffload.kernels import LayerKernels
-from moeoffload.payload import PayloadDtype
 from moeoffload.placement import GIB
 
 if TYPE_CHECKING:
@@ -36,8 +35,7 @@ class LayerKey:
     @classmethod
     def of(cls, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> LayerKey:
         """Returns the key of experts that are read from a checkpoint."""
-        dtype = PayloadDtype.from_torch(checkpoint.dtype).label
-        return cls(checkpoint.digest, dtype, layer, experts, checkpoint.stamp)
+        return cls(checkpoint.digest, checkpoint.dtype_label, layer, experts, checkpoint.stamp)
 
 
 @dataclass(slots=True)

@@ -191,7 +191,7 @@ class TwoTierLayer(LayerParts):
 
     def kernel_for(self, n_rows: int) -> str:
         """Returns the names of the kernels that serve a call of ``n_rows`` rows."""
-        return f"two tiers of {' and '.join(self._kernels_for(n_rows))}"
+        return f"two tiers of {self._kernels_for(n_rows)}"
 
     def in_slices(self, call: KernelInput, workspace: KernelWorkspace | None = None) -> Iterator[None]:
         """See `LayerKernels.in_slices`."""

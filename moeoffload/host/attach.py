@@ -18,7 +18,6 @@ from moeoffload.config import Address, HostSettings, is_loopback
 from moeoffload.config.shared import USUAL_ROWS
 from moeoffload.control.client import ControlClient, Lease
 from moeoffload.control.credentials import HostCredentials
-from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.validate import MAX_NAME, checked_items, checked_parameters, checked_timings
 from moeoffload.errors import BusyError, ServerError
@@ -68,7 +67,7 @@ class AttachPlan:
             reference=self.reference,
             revision=self.revision or "",
             digest=self.checkpoint.digest,
-            compute_dtype=dtype_label(self.checkpoint.dtype),
+            compute_dtype=self.checkpoint.dtype_label,
             expert_format=self.checkpoint.expert_format or "",
             config=self.checkpoint.config_text,
         )
@@ -105,7 +104,7 @@ def connect(
 
 def describe(client: ControlClient, checkpoint: Checkpoint, timeout_s: float) -> pb.DescribeReply:
     """Asks a server what it offers for this model. Raises ServerError as `ControlClient.describe` does."""
-    return client.describe(timeout_s, model_digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype))
+    return client.describe(timeout_s, model_digest=checkpoint.digest, compute_dtype=checkpoint.dtype_label)
 
 
 def retry_while_busy(attempt: Callable[[], _Result], timeout_s: float) -> _Result:
@@ -136,7 +135,7 @@ def attach(candidate: Candidate, table: ExpertTable, plan: AttachPlan, *, kernel
     keys = StreamKeys.new()
     wishes = pb.Activate(
         model_digest=checkpoint.digest,
-        compute_dtype=dtype_label(checkpoint.dtype),
+        compute_dtype=checkpoint.dtype_label,
         table_digest=table.digest,
         hidden_size=checkpoint.hidden_size,
         top_k=checkpoint.top_k,

@@ -22,7 +22,7 @@ from raw_host import raw_host
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import HostCredentials
-from moeoffload.control.protocol import MAX_STREAMS, PROTOCOL_VERSION, dtype_label
+from moeoffload.control.protocol import MAX_STREAMS, PROTOCOL_VERSION
 from moeoffload.control.server import SERVICE_NAME
 from moeoffload.control.status import RETRY_AFTER
 from moeoffload.control.v1 import expert_service_pb2 as pb
@@ -69,7 +69,7 @@ def load_request(lease_id: str, checkpoint: Checkpoint, table: ExpertTable) -> p
 
 
 def activate_request(checkpoint: Checkpoint, table: ExpertTable, **changes: object) -> pb.Activate:
-    dtype = dtype_label(checkpoint.dtype)
+    dtype = checkpoint.dtype_label
     right: dict[str, Any] = {
         "model_digest": checkpoint.digest, "compute_dtype": dtype, "table_digest": table.digest,
         "hidden_size": checkpoint.hidden_size, "top_k": checkpoint.top_k, "dtype_out": dtype, "dtype_back": dtype,
@@ -146,7 +146,7 @@ def test_describe_and_stats_follow_a_host_from_load_to_leave(
             loaded = watcher.describe()
             assert loaded.resident_bytes == watcher.stats().resident_bytes == n_bytes
             assert loaded.offered_bytes == free.offered_bytes - n_bytes
-            asked = pb.DescribeRequest(model_digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype))
+            asked = pb.DescribeRequest(model_digest=checkpoint.digest, compute_dtype=checkpoint.dtype_label)
             again = watcher.call("Describe", asked)
             assert again.offered_bytes == free.offered_bytes, "experts of the same model are shared"
             offer = host.send(activate=activate_request(checkpoint, table)).offer

@@ -92,7 +92,7 @@ def serve() -> Iterator[Serve]:
 
         def start(first_s: float = 60, step_s: float = 60) -> tuple[grpc.Channel, FakeService]:
             backend = FakeService(first_s, step_s)
-            control = ControlServer.start("127.0.0.1", 0, backend, ServerCredentials(), Refusals(), first_s=first_s)
+            control = ControlServer("127.0.0.1", 0, backend, ServerCredentials(), Refusals(), first_s=first_s)
             stack.callback(control.stop, 0)
             backend.port = control.port
             return stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{control.port}")), backend

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from models import reference_of
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.checkpoint.tensors import open_regular, read_regular
 from moeoffload.errors import ModelError, ServerError
-from moeoffload.expert_server.agreement import ModelRoots
+from moeoffload.expert_server.agreement import Models
 from security.conftest import Site
 
 
@@ -30,15 +31,16 @@ def folders(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def roots(*folders: Path, any_model: bool = False) -> tuple[ModelRoots, list[str]]:
+def roots(*folders: Path, any_model: bool = False) -> tuple[Callable[..., str | Path], list[str]]:
+    """What resolves the names of hosts, and the reasons of its refusals."""
     refused: list[str] = []
-    return ModelRoots(tuple(folders), any_model, refused.append), refused
+    return partial(Models(None, folders, any_model).resolve, on_refused=refused.append), refused
 
 
 @pytest.mark.parametrize("path", ["models/good", "models/link", "models", "secret/../models/good", "models/absent"])
 def test_what_is_inside_is_resolved(folders: Path, path: str) -> None:
     rule, refused = roots(folders / "models")
-    assert rule.resolve(f"{folders}/{path}", None) == Path(os.path.realpath(folders / path))
+    assert rule(f"{folders}/{path}", None) == Path(os.path.realpath(folders / path))
     assert refused == []
 
 
@@ -49,7 +51,7 @@ def test_what_is_inside_is_resolved(folders: Path, path: str) -> None:
 def test_what_is_outside_is_refused_whether_it_is_there_or_not(folders: Path, path: str) -> None:
     rule, refused = roots(folders / "models")
     with pytest.raises(ModelError, match="is no model below"):
-        rule.resolve(f"{folders}/{path}", None)
+        rule(f"{folders}/{path}", None)
     assert len(refused) == 1
 
 
@@ -60,7 +62,7 @@ def test_no_odd_reference_gets_through(folders: Path, reference: str, monkeypatc
     monkeypatch.chdir(folders / "models")
     rule, refused = roots(folders / "models" / "good")
     with pytest.raises(ModelError, match="reads no others for hosts"):
-        rule.resolve(reference, None)
+        rule(reference, None)
     assert len(refused) == 1
 
 
@@ -69,7 +71,7 @@ def test_a_relative_folder_is_no_hub_id(folders: Path, monkeypatch: pytest.Monke
     rule, _ = roots()
     for reference in ("secret", "models/good"):
         with pytest.raises(ModelError, match="in the hub cache"):
-            rule.resolve(reference, None)
+            rule(reference, None)
 
 
 def test_a_hub_id_in_the_cache_is_resolved_and_nothing_is_downloaded(
@@ -84,10 +86,10 @@ def test_a_hub_id_in_the_cache_is_resolved_and_nothing_is_downloaded(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("moeoffload.checkpoint.locate._from_hub", lambda *args: pytest.fail("a download"))
     rule, _ = roots()
-    assert rule.resolve("org/demo", None) == rule.resolve("org/demo", snapshot.name) == snapshot
+    assert rule("org/demo", None) == rule("org/demo", snapshot.name) == snapshot
     for reference, revision in (("org/other", None), ("org/demo", "v2"), ("org/demo", "../../..")):
         with pytest.raises(ModelError):
-            rule.resolve(reference, revision)
+            rule(reference, revision)
 
 
 @pytest.fixture
@@ -106,7 +108,7 @@ def test_a_revision_leads_nowhere(hub: Path, repository: str, form: str) -> None
     (hub / "pointer").write_text(str(hub / "outside"))
     rule, refused = roots()
     with pytest.raises(ModelError, match="is no name of a branch, tag or commit"):
-        rule.resolve(repository, form.format(hub))
+        rule(repository, form.format(hub))
     assert refused == ["it named a revision that is no name"]
 
 
@@ -114,7 +116,7 @@ def test_a_revision_leads_nowhere(hub: Path, repository: str, form: str) -> None
 def test_a_ref_of_the_cache_names_a_commit_and_nothing_else(hub: Path, content: str) -> None:
     (hub / "hub" / "models--org--demo" / "refs" / "main").write_text(content.format(hub))
     with pytest.raises(ModelError, match="is no model"):
-        roots()[0].resolve("org/demo", None)
+        roots()[0]("org/demo", None)
 
 
 def test_a_snapshot_of_the_cache_that_leads_out_of_it_is_refused(hub: Path) -> None:
@@ -122,7 +124,7 @@ def test_a_snapshot_of_the_cache_that_leads_out_of_it_is_refused(hub: Path) -> N
     snapshots.mkdir()
     (snapshots / ("0" * 40)).symlink_to(hub / "outside")
     with pytest.raises(ModelError, match="is no model"):
-        roots()[0].resolve("org/demo", "0" * 40)
+        roots()[0]("org/demo", "0" * 40)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "zeros"])
@@ -135,7 +137,7 @@ def test_pipes_and_devices_are_not_read(hub: Path, make: Callable[[Path], object
     if name == "model.safetensors.index.json":
         (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError):
-        Checkpoint.open(roots(hub / "outside")[0].resolve("org/demo" if "/" in name else str(folder), None))
+        Checkpoint.open(roots(hub / "outside")[0]("org/demo" if "/" in name else str(folder), None))
     for read in (open_regular, lambda path: read_regular(path, 10)):
         with pytest.raises(ModelError, match="no regular file"):
             read(folder / name)
@@ -150,7 +152,7 @@ def test_a_config_that_is_too_large_for_one_is_not_parsed(hub: Path) -> None:
 
 def test_for_the_same_user_every_reference_goes_on_as_it_is(folders: Path) -> None:
     rule, refused = roots(any_model=True)
-    assert rule.resolve(f"{folders}/secret", None) == f"{folders}/secret"
+    assert rule(f"{folders}/secret", None) == f"{folders}/secret"
     assert refused == []
 
 
