@@ -180,8 +180,8 @@ class Dispatcher:
     def _receive_all(
         self, state: _CallState, layer: int, rows: Chunk, record: PhaseCounters, sums: torch.Tensor
     ) -> None:
-        """Takes all replies into ``sums``, one of each shard for the rows from ``due`` on, and sends what slots have room
-        for, in turns."""
+        """Takes replies into ``sums``, one of each shard for the rows from ``due`` on, then sends what slots have room
+        for, until no rows are left."""
         times, to, n_rows = record.layers[layer], record.servers, rows[0].shape[0]
         due = 0
         while due < n_rows:

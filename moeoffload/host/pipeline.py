@@ -90,13 +90,9 @@ class PrefillPipeline:
         self._n_layers = len(expert_modules)
         self._head_start = _head_start(model, expert_modules)
         if self._head_start is not None:
-
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                return self._call(*args, **kwargs)
-
+            model.forward = functools.partial(self._call)
             # generate() reads the signature of forward to know what it may pass.
-            forward.__signature__ = self._signature  # type: ignore[attr-defined]
-            model.forward = forward
+            model.forward.__signature__ = self._signature
 
     def close(self) -> None:
         """Gives the model its own forward back. Idempotent."""
@@ -115,10 +111,8 @@ class PrefillPipeline:
         bound = self._signature.bind_partial(*args, **kwargs).arguments
         arguments = {**bound.pop("kwargs", {}), **bound}
         chunks = self._cut(arguments)
-        if chunks is None:
-            return self._forward(*args, **kwargs)
         # Of several threads that share the model one at a time has its prompt cut.
-        if not self._busy.acquire(blocking=False):
+        if chunks is None or not self._busy.acquire(blocking=False):
             return self._forward(*args, **kwargs)
         try:
             return self._run(arguments, chunks)

@@ -132,10 +132,10 @@ class Shard:
         """The last link to the preferred server."""
         return self.holders[0].known
 
-    def checker(self, link: ShardLink) -> ShardLink | None:
-        """Returns a link that can check ``link``'s result: a replica, or the host; None if there is none."""
-        other = next((holder.link for holder in self.holders if holder.link not in (None, link)), None)
-        return other if other is not None else self.fallback if self.fallback is not link else None
+    def best(self, *, but: ShardLink | None = None) -> ShardLink | None:
+        """Returns the link to prefer, of all but one: to a server, else to the host; None if there is none."""
+        links: list[ShardLink | None] = [*(holder.link for holder in self.holders), self.fallback]
+        return next((link for link in links if link is not None and link is not but), None)
 
     def replace(self, lost: ShardLink, error: ServerError) -> ShardLink:
         """Returns the link that computes from now on, after ``lost`` failed with ``error``.
@@ -143,7 +143,7 @@ class Shard:
         deadline = perf_counter() + (0.0 if isinstance(error, DeadlineError) else self._return_wait_s)
         with self._lock:
             self._leave(lost, str(error))
-            while (link := self._choose()) is None or link is lost:
+            while (link := self.best()) is None or link is lost:
                 left_s = deadline - perf_counter()
                 if left_s <= 0 or self._stopping.is_set() or link is lost:
                     raise type(error)(f"{error}; {self._why_no_link()}") from None
@@ -168,17 +168,13 @@ class Shard:
 
     # -- with the lock held
 
-    def _choose(self) -> ShardLink | None:
-        link = next((holder.link for holder in self.holders if holder.link is not None), None)
-        return link if link is not None else self.fallback
-
     def _leave(self, link: ShardLink, why: str, *, drains: bool = False) -> None:
         """Selects another link in place of ``link``, whose server is lost or ``drains``, and begins to get it back."""
         holder = next((holder for holder in self.holders if holder.link is link), None)
         if holder is None or holder.link is None or self._stopping.is_set():
             return  # another thread was first, or the run is over
         gone, holder.link = holder.link, None
-        chosen = self._choose()
+        chosen = self.best()
         if chosen is None and drains:
             holder.link = gone  # the run may go on there until the server's drain limit
             logger.warning("%s, and %s", why, NO_OTHER)
@@ -247,7 +243,7 @@ class Shard:
             is_late = self._stopping.is_set()
             if not is_late:
                 holder.link = holder.known = link
-                chosen = self._choose()
+                chosen = self.best()
                 assert chosen is not None
                 if holder.is_missed:
                     holder.is_missed = False
