@@ -27,6 +27,10 @@ class ExpertTable:
         """Experts over all layers."""
         return sum(len(experts) for experts in self.layers)
 
+    def n_bytes(self, expert_bytes: Sequence[int]) -> int:
+        """Returns the bytes of all experts; ``expert_bytes`` are those of one expert of each layer."""
+        return sum(len(held) * size for held, size in zip(self.layers, expert_bytes, strict=True))
+
     @cached_property
     def digest(self) -> str:
         """Hex SHA-256 of the table: equal digests mean that both sides use the same slot numbers."""
@@ -149,7 +153,7 @@ def place_replicas(
     n = len(offers)
     if n_copies > max(1, n):
         raise PlacementError(f"replicas is {n_copies}, but there are {n} expert servers (a server holds one copy)")
-    sizes = [sum(len(held) * size for held, size in zip(table.layers, expert_bytes, strict=True)) for table in tables]
+    sizes = [table.n_bytes(expert_bytes) for table in tables]
     free = [offer.n_bytes - size for offer, size in zip(offers, sizes, strict=True)]
     holders = [[server] for server in range(n)]
     for server in sorted(range(n), key=lambda server: -sizes[server]):

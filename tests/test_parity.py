@@ -18,10 +18,10 @@ from synthetic import write_tiny
 from transformers import DynamicCache
 
 from moeoffload import open_model
-from moeoffload.config import Mode
+from moeoffload.config import HostSettings, Mode
 from moeoffload.errors import PayloadError
 from moeoffload.host.flight import Flight
-from moeoffload.host.granularity import CHUNK_ROWS, LEAST_CHUNK_ROWS, MASKED_CHUNK_ROWS, Granularity
+from moeoffload.host.pipeline import CHUNK_ROWS, LEAST_CHUNK_ROWS, MASKED_CHUNK_ROWS, chunk_rows
 from moeoffload.kernels.fast_dense import accelerate_dense
 
 TORCH = {"f32": torch.float32, "bf16": torch.bfloat16}
@@ -159,20 +159,19 @@ def test_ctrl_c_while_the_other_thread_computes_leaves_nobody_who_adds_to_the_ca
     left = threading.Event()
     with open_model(DEMO, experts=three_servers[:1], pipeline="on", device="cpu") as offloaded, torch.inference_mode():
 
-        def press(layer: int) -> None:
+        def press(layer: int, ids: torch.Tensor) -> None:
             if layer == 0 and threading.current_thread() is not threading.main_thread():
                 time.sleep(0.2)  # the thread of the first chunk waits for its turn
                 os.kill(os.getpid(), signal.SIGINT)
                 left.wait(0.5)
 
-        offloaded.dispatcher.on_layer = press
+        offloaded.dispatcher.on_routes = press
         cache = DynamicCache(config=offloaded.model.config)
         with pytest.raises(KeyboardInterrupt):
             offloaded.model(demo_prompt(500, seed=15), past_key_values=cache, logits_to_keep=1)
         lengths = [layer.get_seq_length() for layer in cache.layers]
         left.set()
-        assert offloaded.pipeline._pool is not None
-        offloaded.pipeline._pool.submit(int).result()
+        offloaded.turns._pool.submit(int).result()
         assert [layer.get_seq_length() for layer in cache.layers] == lengths
 
 
@@ -218,7 +217,7 @@ def test_sums_are_added_in_the_same_order_whichever_slots_another_thread_holds(t
 def chunks(
     n_rows: int, capacity: int = 4096, *, mode: Mode = "auto", size: int | None = MASKED_CHUNK_ROWS
 ) -> list[int]:
-    step = Granularity(mode, 32, "on", size).pipeline_rows(n_rows, capacity)
+    step = chunk_rows(n_rows, capacity, size, HostSettings(mode=mode, pipeline="on"))
     assert step is not None
     return [min(step, n_rows - at) for at in range(0, n_rows, step)]
 
@@ -253,4 +252,4 @@ def test_no_chunk_is_much_longer_or_shorter_than_the_best(size: int) -> None:
 def test_a_chunk_fits_a_dispatch(capacity: int) -> None:
     assert max(chunks(1000, capacity)) <= capacity
     assert chunks(1000, capacity, mode="batched")[0] == capacity
-    assert Granularity("auto", 32, "off").pipeline_rows(1000, capacity) is None
+    assert chunk_rows(1000, capacity, CHUNK_ROWS, HostSettings(pipeline="off")) is None

@@ -199,7 +199,7 @@ def on_a_late_device(offloaded: OffloadedModel, monkeypatch: pytest.MonkeyPatch)
             return pack(*chunk)
 
         monkeypatch.setattr(link, "_pack", pack_late)
-    offloaded.dispatcher.on_layer = lambda layer: device.is_told_a_layer()
+    offloaded.dispatcher.on_routes = lambda *_: device.is_told_a_layer()
     offloaded.model.get_output_embeddings().register_forward_hook(lambda *_: device.is_told_a_layer())
     offloaded.model.register_forward_hook(lambda *_: device.wait())
     return device

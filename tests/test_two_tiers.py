@@ -15,7 +15,8 @@ from conftest import DEMO, StartServer, stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import answers, demo_inputs, expert_bytes, local_answers
-from synthetic import write_tiny
+from synthetic import write_checkpoint, write_tiny
+from transformers import CONFIG_MAPPING
 
 from moeoffload import open_model
 from moeoffload.checkpoint import Checkpoint
@@ -88,10 +89,26 @@ def layers_of(checkpoint: Checkpoint, n_fast: int, tiers: Tiers) -> tuple[TwoTie
     return tiered, LayerKernels(checkpoint.build_experts(0, experts, CPU), KernelWorkspace(), "auto")
 
 
-@pytest.fixture(params=["bf16", "int4", "fp8", "mxfp4", "gpt_oss"])
+# Its experts share the norm after them.
+MUSE_SPARK: dict[str, Any] = {
+    "text_config": {
+        "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 32, "moe_intermediate_size": 32,
+        "pad_token_id": 0, "num_local_experts": 12, "num_experts_per_tok": 2, "moe_hidden_size": 6,
+    },
+    "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1},
+    "audio_config": {"hidden_sizes": [8] * 4, "depths": [1] * 4, "out_hidden_size": 64},
+    "out_hidden_size": 128, "projector_hidden_size": 32,
+}  # fmt: skip
+
+
+@pytest.fixture(params=["bf16", "int4", "fp8", "mxfp4", "gpt_oss", "muse_spark"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Checkpoint:
     if request.param == "gpt_oss":  # biases, and weights stored (in, out)
         return Checkpoint.open(write_tiny("gpt_oss", tmp_path), dtype=torch.bfloat16)
+    if request.param == "muse_spark":
+        write_checkpoint(CONFIG_MAPPING["muse_spark"](**MUSE_SPARK), tmp_path)
+        return Checkpoint.open(tmp_path, dtype=torch.bfloat16)
     return Checkpoint.open(DEMO, expert_format=None if request.param == "bf16" else request.param)
 
 

@@ -168,6 +168,9 @@ class Stage:
         for room, values in zip(_contents(self._module), _contents(module), strict=True):
             for at, slot in enumerate(slots):
                 _put(room, at, _take(values, slot))
+        # Other layers use this stage, too.
+        for own, of_layer in zip(_shared(self._module), _shared(module), strict=True):
+            own.copy_(of_layer)
 
 
 class TwoTierLayer(LayerParts):
@@ -276,9 +279,18 @@ def _timed(slices: Iterator[None], took: list[float]) -> Iterator[None]:
 
 def _contents(module: nn.Module) -> list[Weights]:
     """Returns what a module holds per expert: parameters and packed matrices, always in the same order."""
-    about: Any = module
-    plain = (each.data for each in module.parameters() if each.shape[:1] == (about.num_experts,))
+    plain = (each.data for each in module.parameters() if _is_per_expert(module, each))
     return [*plain, *packed_parts(module)]
+
+
+def _shared(module: nn.Module) -> list[torch.Tensor]:
+    """Returns the parameters that all experts of a module share: a norm after them."""
+    return [each.data for each in module.parameters() if not _is_per_expert(module, each)]
+
+
+def _is_per_expert(module: Any, parameter: torch.Tensor) -> bool:
+    # A norm may have as many elements as there are experts.
+    return parameter.ndim > 1 and parameter.shape[0] == module.num_experts
 
 
 def _take(values: Weights, slot: int, *, copy: bool = False) -> Weights:

@@ -72,11 +72,6 @@ class AttachPlan:
             config=self.checkpoint.config_text,
         )
 
-    @property
-    def n_experts(self) -> list[int]:
-        """How many routed experts each MoE layer has."""
-        return [layer.n_experts for layer in self.checkpoint.layers]
-
     def tell(self, address: str, loaded: int, total: int) -> None:
         """Calls ``on_progress``."""
         if self.on_progress is not None:
@@ -173,7 +168,6 @@ def attach(candidate: Candidate, table: ExpertTable, plan: AttachPlan, *, kernel
         channel, reason = _open_channel(candidate, offer, layout, settings, keys)
         undo.callback(channel.close)
         epoch = lease.accept(channel.name, channel.nonce, reason)
-        sizes = [layer.expert_bytes for layer in checkpoint.layers]
         info = LinkInfo(
             address=candidate.address,
             device=candidate.info.device,
@@ -182,13 +176,14 @@ def attach(candidate: Candidate, table: ExpertTable, plan: AttachPlan, *, kernel
             transport_reason=reason,
             kernel=one_line(offer.kernel, MAX_NAME),
             n_experts=table.n_experts,
-            resident_bytes=sum(len(experts) * size for experts, size in zip(table.layers, sizes, strict=True)),
+            resident_bytes=table.n_bytes([layer.expert_bytes for layer in checkpoint.layers]),
             weight_errors=errors,
         )
         logger.info("expert server %s: %s (%s)", info.address, info.transport, reason)
         deadlines = Deadlines(settings.dispatch_floor_s, settings.dispatch_timeout_s, len(channel.slots), timings)
+        n_experts = [layer.n_experts for layer in checkpoint.layers]
         link = ExpertLink(
-            info, candidate.client, lease, channel, layout, epoch, table, plan.n_experts, plan.device, deadlines
+            info, candidate.client, lease, channel, layout, epoch, table, n_experts, plan.device, deadlines
         )
         undo.pop_all()
     return link

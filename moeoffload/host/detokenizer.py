@@ -30,8 +30,8 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """Returns the text that ``token`` makes certain; usually the token's own, may be empty."""
         self._held.append(token)
-        text = self._decode(self._before + self._held)
-        piece = text[len(self._decode(self._before)) :]
+        text = self.decode(self._before + self._held)
+        piece = text[len(self.decode(self._before)) :]
         if not piece or text.endswith(_UNKNOWN):
             return self.finish() if len(self._held) >= _LONGEST_HELD else ""
         self._before, self._held = self._held, []
@@ -40,9 +40,10 @@ class Detokenizer:
     def finish(self) -> str:
         """Returns the rest after the last token: a character that stayed incomplete becomes U+FFFD."""
         held, self._before, self._held = self._held, [], []
-        return self._decode(held)
+        return self.decode(held)
 
-    def _decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int]) -> str:
+        """Returns the text of ``tokens``, whatever was pushed."""
         if not tokens:
             return ""
         text: str = self._tokenizer.decode(
@@ -92,18 +93,19 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._decode = Detokenizer(tokenizer, skip_special_tokens=False).decode
         # Byte-level tokenizers write a letter for each byte.
         self._bytes_of_letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
         # Some tokenizers drop a space at the start of a text, so each token is decoded behind another one.
         self._before: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
-        self._n_before = len(self._decode([]))
+        self._n_before = len(self._decode(self._before))
         self.special = frozenset(tokenizer.all_special_ids)
         self.of = functools.lru_cache(maxsize=65536)(self._of)
         """Returns (text, UTF-8 bytes) of a token. The text of a partial character is like ``bytes:\\xe2\\x82``, as in
         OpenAI's API; the bytes are None if the tokenizer does not reveal them."""
 
     def _of(self, token: int) -> tuple[str, tuple[int, ...] | None]:
-        text = self._decode([token])[self._n_before :]
+        text = self._decode([*self._before, token])[self._n_before :]
         if _UNKNOWN not in text:
             return text, tuple(text.encode())
         letters = str(self._tokenizer.convert_ids_to_tokens(token))
@@ -115,9 +117,3 @@ class TokenTexts:
         if len(known) != len(parts):
             return text, None
         return "bytes:" + "".join(f"\\x{part:02x}" for part in known), known
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(
-            self._before + tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text

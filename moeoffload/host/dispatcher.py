@@ -14,7 +14,6 @@ import torch
 
 from moeoffload.errors import ModelError, PayloadError, ServerError
 from moeoffload.host.flight import Chunk, Flight, ShardLink
-from moeoffload.host.granularity import Granularity
 from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.recorder import CallCounters, LayerTimes, PhaseCounters, Recorder
 from moeoffload.host.second_opinion import Verification
@@ -80,8 +79,7 @@ class Dispatcher:
     Several threads may call it at the same time (a pipelined prefill does).
 
     Attributes:
-        on_layer: called with the layer when its experts are asked for, that is, when its attention is done.
-        on_routes: called with the layer and its ids (n, top_k) int64; for routing statistics.
+        on_routes: called with the layer and its ids (n, top_k) int64 when its experts are asked for.
         away: entered where a call waits for servers, left when the host is free for it again; see `Turns`.
         meanwhile: by layer, what else the host does with the rows while servers compute; for shared experts.
         n_created: accumulators made so far that are kept for later calls.
@@ -90,15 +88,16 @@ class Dispatcher:
     def __init__(
         self,
         shards: Sequence[Shard],
-        granularity: Granularity,
+        most_rows: int,
         recorder: Recorder,
         n_experts: Sequence[int],
         top_k: int,
         local: LocalExperts | None = None,
         verification: Verification | None = None,
     ) -> None:
-        """``n_experts`` counts the routed experts of each MoE layer; frames have room for ``top_k`` of them per row."""
-        self._granularity = granularity
+        """A dispatch has at most ``most_rows`` rows, even to a server whose batch capacity is larger. ``n_experts``
+        counts the routed experts of each MoE layer; frames have room for ``top_k`` of them per row."""
+        self._most_rows = most_rows
         self._recorder = recorder
         self._n_experts = n_experts
         self._top_k = top_k
@@ -107,7 +106,6 @@ class Dispatcher:
         self._state = _CallState(shards)
         self._alone = len(shards) == 1 and local is None
         """One server has every expert: its sums are the result, no accumulator is needed."""
-        self.on_layer: Callable[[int], None] | None = None
         self.on_routes: Callable[[int, torch.Tensor], None] | None = None
         self.away: AbstractContextManager[None] = nullcontext()
         self.meanwhile: Sequence[Meanwhile | None] = (None,) * len(n_experts)
@@ -138,8 +136,6 @@ class Dispatcher:
                 return self(layer, hidden, ids, weights)
         if ids.shape[1] != self._top_k:
             ids, weights = pad_choices(ids, weights, self._top_k, self._n_experts[layer])
-        if self.on_layer is not None:
-            self.on_layer(layer)
         if self.on_routes is not None:
             self.on_routes(layer, ids)
         state, rows, clock = self._state, (hidden, ids, weights), self._recorder.clock
@@ -169,10 +165,8 @@ class Dispatcher:
                 record.local_rows += self._local.compute(layer, hidden, ids, weights, sums)
                 clock.wait()
                 times.local_s += perf_counter() - sent
-            due = 0
             with self.away:
-                while due < hidden.shape[0]:
-                    due = self._receive_round(state, layer, rows, record, sums, due)
+                self._receive_all(state, layer, rows, record, sums)
         finally:
             # Before anything that can raise: flights that stay would add their sums to the next call of this thread.
             for progress in state.progress:
@@ -183,26 +177,28 @@ class Dispatcher:
         times.combine_s += record.mark - started
         return result
 
-    def _receive_round(
-        self, state: _CallState, layer: int, rows: Chunk, record: PhaseCounters, sums: torch.Tensor, due: int
-    ) -> int:
-        """Takes the replies for rows from ``due`` on into ``sums``, one of each shard, then sends what slots have room
-        for. Returns the first row that is outstanding then, or one before it."""
+    def _receive_all(
+        self, state: _CallState, layer: int, rows: Chunk, record: PhaseCounters, sums: torch.Tensor
+    ) -> None:
+        """Takes replies into ``sums``, one of each shard for the rows from ``due`` on, then sends what slots have room
+        for, until no rows are left."""
         times, to, n_rows = record.layers[layer], record.servers, rows[0].shape[0]
-        next_due, unsent = n_rows, False
-        for number, progress in enumerate(state.progress):
-            if progress.due == due and not self._receive(state, number, rows, times, to[number], sums):
-                next_due, unsent = due, True
-                break
-            if progress.next_row < n_rows:
-                unsent = True
-            if (later := progress.due) < next_due:
-                next_due = later
-        if unsent:
-            started = perf_counter()
-            self._send(state, layer, rows, to)
-            times.pack_s += perf_counter() - started
-        return next_due
+        due = 0
+        while due < n_rows:
+            next_due, unsent = n_rows, False
+            for number, progress in enumerate(state.progress):
+                if progress.due == due and not self._receive(state, number, rows, times, to[number], sums):
+                    next_due, unsent = due, True
+                    break
+                if progress.next_row < n_rows:
+                    unsent = True
+                if (later := progress.due) < next_due:
+                    next_due = later
+            if unsent:
+                started = perf_counter()
+                self._send(state, layer, rows, to)
+                times.pack_s += perf_counter() - started
+            due = next_due
 
     def _send(self, state: _CallState, layer: int, rows: Chunk, to: list[CallCounters]) -> None:
         """Sends chunk by chunk, in the order in which sums are added, until no slot is free or no rows are left.
@@ -210,42 +206,40 @@ class Dispatcher:
         Another thread may hold slots. A call that has replies to take must not wait for them, or both would wait. It
         has none when it is the turn of a chunk that is not sent: what is in flight comes before that.
         """
-        n_rows, unsent = rows[0].shape[0], True
-        while unsent:
-            start, in_flight, unsent = n_rows, False, False
+        n_rows = rows[0].shape[0]
+        while True:
+            start, in_flight = n_rows, False
             for progress in state.progress:
                 start = min(start, progress.next_row)
                 if progress.flights:
                     in_flight = True
+            if start == n_rows:
+                return
             for number, progress in enumerate(state.progress):
-                if progress.next_row == start < n_rows:
-                    try:
-                        if not self._send_chunk(progress, layer, rows, to[number], wait=not in_flight):
-                            return
-                    except ServerError as error:
-                        progress.move_on(error)
-                        unsent = True
-                        break
+                if progress.next_row == start:
+                    if not self._send_chunk(progress, layer, rows, to[number], wait=not in_flight):
+                        return
                     if progress.flights:
                         in_flight = True
-                if progress.next_row < n_rows:
-                    unsent = True
 
     def _send_chunk(self, progress: _Progress, layer: int, rows: Chunk, to: CallCounters, *, wait: bool) -> bool:
-        """Sends the next chunk of one shard; returns False if no slot is free, for which it may ``wait``."""
-        n_rows, link = rows[0].shape[0], progress.link
-        flight = link.take(wait=wait) if len(progress.flights) < link.n_slots else None
-        if flight is None:
-            return False
-        start = progress.next_row
-        end = min(start + self._granularity.slice_rows(link.layout.capacity), n_rows)
-        chunk = rows
-        if end - start < n_rows:
-            hidden, ids, weights = rows
-            chunk = hidden[start:end], ids[start:end], weights[start:end]
-        if link.send(flight, layer, start, chunk, to):
-            progress.flights.append(flight)
-        progress.next_row = end  # not before: rows that could not be sent go to the next holder
+        """Sends the next chunk of one shard, or leaves its link if that fails; returns False if no slot is free, for
+        which it may ``wait``."""
+        n_rows, link, start = rows[0].shape[0], progress.link, progress.next_row
+        try:
+            flight = link.take(wait=wait) if len(progress.flights) < link.n_slots else None
+            if flight is None:
+                return False
+            end = min(start + self._most_rows, start + link.layout.capacity, n_rows)
+            chunk = rows
+            if end - start < n_rows:
+                hidden, ids, weights = rows
+                chunk = hidden[start:end], ids[start:end], weights[start:end]
+            if link.send(flight, layer, start, chunk, to):
+                progress.flights.append(flight)
+            progress.next_row = end  # not before: rows that could not be sent go to the next holder
+        except ServerError as error:
+            progress.move_on(error)
         return True
 
     def _receive(

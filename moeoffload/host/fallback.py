@@ -39,14 +39,12 @@ class _LocalFlight(Flight):
 class FallbackLink(ShardLink):
     """Computes the experts of ``table`` on the host, from a cache that all shards share."""
 
-    def __init__(
-        self, table: ExpertTable, n_experts: list[int], cache: ExpertCache, layout: FrameLayout, dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        """``n_experts`` counts the experts of each layer; ``layout`` and compute ``dtype`` are those of the servers."""
-        super().__init__("this host", table, n_experts, layout, 2, device)
+    def __init__(self, table: ExpertTable, cache: ExpertCache, layout: FrameLayout) -> None:
+        """``layout`` is that of the servers' frames."""
+        n_experts = [layer.n_experts for layer in cache.checkpoint.layers]
+        super().__init__("this host", table, n_experts, layout, 2, cache.device)
         self._cache = cache
-        self._dtype = dtype
+        self._dtype = cache.checkpoint.dtype
 
     def take(self, *, wait: bool) -> Flight | None:
         """See `ShardLink`."""
@@ -104,9 +102,9 @@ class ExpertCache:
     """
 
     def __init__(self, checkpoint: Checkpoint, n_bytes: int, device: torch.device) -> None:
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
+        self.device = device
         self._n_bytes = n_bytes
-        self._device = device
         self._lock = threading.Lock()
         self._shapes = [_shape_of(checkpoint, layer.index) for layer in checkpoint.layers]
         self._pools: dict[_Shape, _Pool] = {}
@@ -130,11 +128,11 @@ class ExpertCache:
         shape = self._shapes[layer]
         pool = self._pools.get(shape)
         if pool is None:
-            checkpoint = self._checkpoint
+            checkpoint = self.checkpoint
             alike = [checkpoint.layers[i] for i, other in enumerate(self._shapes) if other == shape]
             share = self._n_bytes // len(set(self._shapes))
             n_slots = min(share // alike[0].expert_bytes, sum(each.n_experts for each in alike))
-            pool = self._pools[shape] = _Pool(checkpoint, layer, max(checkpoint.top_k, n_slots), self._device)
+            pool = self._pools[shape] = _Pool(checkpoint, layer, max(checkpoint.top_k, n_slots), self.device)
         return pool
 
 

@@ -161,7 +161,7 @@ class Fleet:
 
     def _open_shard(self, table: ExpertTable, servers: list[Candidate], cache: ExpertCache | None) -> Shard:
         """Attaches to every server that is to hold ``table``; the first one computes it."""
-        plan, settings = self._plan, self._plan.settings
+        settings = self._plan.settings
         holders: list[Holder] = []
         kernel = ""
         with contextlib.ExitStack() as links:
@@ -173,11 +173,8 @@ class Fleet:
                 again_s = min(AGAIN_S, settings.connect_timeout_s)
                 again = functools.partial(self._attach, server, table, kernel, again_s)
                 holders.append(Holder(server.address, again, link, link))
-            fallback = None
-            if cache is not None:
-                layout, dtype = holders[0].known.layout, plan.checkpoint.dtype
-                fallback = FallbackLink(table, plan.n_experts, cache, layout, dtype, plan.device)
-            shard = Shard(table, holders, fallback, settings.dispatch_floor_s, self.events, self._stopping)
+            fallback = FallbackLink(table, cache, holders[0].known.layout) if cache is not None else None
+            shard = Shard(holders, fallback, settings.dispatch_floor_s, self.events, self._stopping)
             self._connections.callback(shard.close)
             if not self._stopping.is_set():
                 links.pop_all()

@@ -134,8 +134,6 @@ class _Stop(StoppingCriteria):
 def prepare_prompt(offloaded: OffloadedModel, prompt: str, *, chat: bool) -> PreparedPrompt:
     """Tokenizes ``prompt``; with ``chat`` it applies the tokenizer's chat template, if there is one.
     Raises PromptError: it has no tokens, or leaves no room for an answer in the model's context."""
-    if not prompt.strip():
-        raise PromptError("the prompt is empty")
     if chat and offloaded.tokenizer.chat_template:
         return prepare_chat(offloaded, [{"role": "user", "content": prompt}])
     return _prepared(offloaded, prompt, special=True)

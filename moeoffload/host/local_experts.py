@@ -18,7 +18,6 @@ class LocalExperts:
 
     def __init__(self, checkpoint: Checkpoint, table: ExpertTable, device: torch.device) -> None:
         """Reads the experts. Raises ModelError: the checkpoint cannot be read."""
-        self.table = table
         self._threads = _Workspaces()
         with CopyBuffers() as buffers:
             how: Any = {"in_tiles": True, "buffers": buffers}

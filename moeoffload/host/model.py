@@ -26,16 +26,14 @@ from moeoffload.placement import ExpertTable
 
 IMPLEMENTATION: Final = "moeoffload"  # the name registered with transformers (`experts_implementation`)
 
-ExpertsCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""hidden (n, hidden), top-k ids (n, top_k) int64, weights (n, top_k) -> (n, hidden) in the dtype of hidden."""
-
 
 def remote_experts(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Experts function for transformers' ``ExpertsInterface``; ``self`` is the experts module of one layer.
+    """Experts function for transformers' ``ExpertsInterface``: hidden (n, hidden), top-k ids (n, top_k) int64, weights
+    (n, top_k) -> (n, hidden) in the dtype of hidden; ``self`` is the experts module of one layer.
     Raises ModelError: the module belongs to no open model."""
-    call: ExpertsCall | None = getattr(self, "moeoffload_call", None)
+    call: Callable[..., torch.Tensor] | None = getattr(self, "moeoffload_call", None)
     if call is None:
         raise ModelError("this model's routed experts are not attached to expert servers; use moeoffload.open_model")
     sums = call(hidden_states, top_k_index, top_k_weights)

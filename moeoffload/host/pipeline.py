@@ -13,20 +13,56 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import torch
 from transformers import DynamicCache
 
+from moeoffload.config import HostSettings
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.turns import Turns
+from moeoffload.kernels.attention import takes_many
+from moeoffload.native import Features, cpu_features
 
+# Smaller chunks overlap better, but below these sizes reading the experts' weights serves too few rows. Measured on
+# CPUs with prompts of 512 to 4,248 tokens.
+CHUNK_ROWS: Final = 512
+MASKED_CHUNK_ROWS: Final = 256
+"""Used where attention also computes scores that the causal mask then hides: smaller chunks waste less."""
+LEAST_CHUNK_ROWS: Final = 128
+GPU_HOST_CHUNKS: Final = 4
+"""Number of chunks on a GPU host, where attention takes little time and servers gain from large products."""
 # Layers whose cache holds all that a later chunk needs of an earlier one, whatever the chunk's length.
 _CHUNKABLE: Final = {"full_attention", "sliding_attention"}
 _PLAIN_ARGUMENTS: Final = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict",
 }  # fmt: skip
+
+
+def usual_chunk_rows(device: torch.device, dtype: torch.dtype, *, fast_dense: bool) -> int | None:
+    """Returns the approximate chunk length for prompts on a host; None if they are cut into GPU_HOST_CHUNKS."""
+    if device.type != "cpu":
+        return None
+    skips = fast_dense and takes_many(dtype)
+    # Servers are presumably CPUs like this one: with a matrix unit, short chunks only wait for weights to be read.
+    multiplies = dtype == torch.bfloat16 and Features.MATRIX_UNIT in cpu_features()
+    return CHUNK_ROWS if skips or multiplies else MASKED_CHUNK_ROWS
+
+
+def chunk_rows(n_rows: int, capacity: int, usual: int | None, settings: HostSettings) -> int | None:
+    """Returns the chunk length for a prompt of ``n_rows`` tokens, given the least capacity of all servers and
+    `usual_chunk_rows`; None: do not cut.
+
+    Auto mode aims at two or more chunks of about even length, to overlap them; the other modes use the largest chunk
+    that one dispatch may hold. The length never depends on measured speed: the shape of a product affects its rounding.
+    """
+    if settings.pipeline == "off":
+        return None
+    if settings.mode != "auto":
+        return capacity
+    n_chunks = GPU_HOST_CHUNKS if usual is None else max(2, round(n_rows / usual))
+    even = -(-n_rows // n_chunks)
+    return min(capacity, max(LEAST_CHUNK_ROWS, -(-even // 64) * 64))
 
 
 class PrefillPipeline:
@@ -53,25 +89,15 @@ class PrefillPipeline:
         self._busy = threading.Lock()
         self._n_layers = len(expert_modules)
         self._head_start = _head_start(model, expert_modules)
-        self._pool: ThreadPoolExecutor | None = None
-        """None if this model's prompts cannot be cut into chunks at all."""
-        if self._head_start is not None and "logits_to_keep" in self._signature.parameters:
-
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                return self._call(*args, **kwargs)
-
+        if self._head_start is not None:
+            model.forward = functools.partial(self._call)
             # generate() reads the signature of forward to know what it may pass.
-            forward.__signature__ = self._signature  # type: ignore[attr-defined]
-            model.forward = forward
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefill")
+            model.forward.__signature__ = self._signature
 
     def close(self) -> None:
         """Gives the model its own forward back. Idempotent."""
-        if self._pool is not None:
-            if (model := self._model()) is not None:
-                del model.forward
-            self._pool.shutdown()
-            self._pool = None
+        if self._head_start is not None and (model := self._model()) is not None:
+            vars(model).pop("forward", None)
 
     # -- one forward pass
 
@@ -85,10 +111,8 @@ class PrefillPipeline:
         bound = self._signature.bind_partial(*args, **kwargs).arguments
         arguments = {**bound.pop("kwargs", {}), **bound}
         chunks = self._cut(arguments)
-        if chunks is None:
-            return self._forward(*args, **kwargs)
         # Of several threads that share the model one at a time has its prompt cut.
-        if not self._busy.acquire(blocking=False):
+        if chunks is None or not self._busy.acquire(blocking=False):
             return self._forward(*args, **kwargs)
         try:
             return self._run(arguments, chunks)
@@ -123,7 +147,6 @@ class PrefillPipeline:
         past = cache.get_seq_length()
         parts = [_slice(arguments, cache, past, *chunk) for chunk in chunks]
         results: list[Any] = [None] * len(parts)
-        assert self._pool is not None
         assert self._head_start is not None
         # A chunk ends when the next one has passed all MoE layers but the head start; with few layers the one after
         # that must not begin yet.
@@ -139,7 +162,7 @@ class PrefillPipeline:
         counters = self._recorder.counters
         counters.pipelined += 1
         halves = functools.partial(run, 0), functools.partial(run, 1)
-        self._turns.run(self._pool, self._recorder.own.phase, halves, counters.turn, head_start=self._head_start)
+        self._turns.run(self._recorder.own.phase, halves, counters.turn, head_start=self._head_start)
         return results[-1]
 
 
@@ -160,6 +183,8 @@ def _head_start(model: Any, expert_modules: list[str]) -> int | None:
 
     A forward pass asks the cache once per attention type, at the first layer of it, how long the past is.
     """
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        return None
     types: list[str] = list(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
     # The decoder layers that have experts: the first number in a module's name.
     layers = [next(int(part) for part in name.split(".") if part.isdecimal()) for name in expert_modules]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from time import perf_counter
@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
@@ -180,7 +181,8 @@ class GuessCounts:
 
 @dataclass(slots=True)
 class TokenTotals:
-    """Tokens of prompts that were computed, and tokens of answers, where forward passes do not tell."""
+    """Tokens of prompts that were computed, and tokens of answers, where forward passes do not tell: where one of them
+    has packed requests or guesses. Else both are 0."""
 
     prompt: int = 0
     completion: int = 0
@@ -224,8 +226,8 @@ class Recorder:
         """Starts again from zero. Not while a forward pass runs."""
         self.own = _Thread(self._device)
         self._all: list[dict[str, PhaseCounters]] = []
-        self.tokens: TokenTotals | None = None  # told by who packs several requests, or guesses, into one pass
-        self.guesses: GuessCounts | None = None  # of answers with guesses; None if there were none
+        self.tokens = TokenTotals()
+        self.guesses = GuessCounts()
 
     @property
     def counters(self) -> PhaseCounters:
@@ -252,32 +254,21 @@ class Recorder:
 
     def count_verified(self, guessed: int, right: int, tokens: int) -> None:
         """Counts a pass that verified ``guessed`` tokens, ``right`` of them right, and yielded ``tokens`` tokens."""
-        counts = self.guesses = self.guesses or GuessCounts()
+        counts = self.guesses
         counts.guessed += guessed
         counts.right += right
         counts.passes += 1
         counts.tokens += tokens
-
-    def told(self) -> TokenTotals:
-        """The totals to add to, for who knows better than forward passes tell."""
-        self.tokens = self.tokens or TokenTotals()
-        return self.tokens
 
     def listen(self, seconds: float = math.inf) -> None:
         """Tells dense work of a GPU from what waits for it, for so many seconds from now, in passes that begin in them;
         without, the host's times count it where the host waits. From any thread, as often as one likes."""
         self._listened_until = max(self._listened_until, perf_counter() + seconds)
 
-    def watch(self, model: nn.Module) -> Callable[[], None]:
-        """Times the forward passes of ``model``; returns a function that stops it."""
+    def watch(self, model: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+        """Times the forward passes of ``model`` until the returned hooks are removed."""
         before = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        after = model.register_forward_hook(self._after_forward)
-
-        def stop() -> None:
-            before.remove()
-            after.remove()
-
-        return stop
+        return before, model.register_forward_hook(self._after_forward)
 
     @contextmanager
     def beside(self, phase: str, n_tokens: int = 0) -> Iterator[None]:

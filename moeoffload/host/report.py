@@ -129,7 +129,9 @@ class Report(Shown):
         phases = {name: _phase(phase) for name, phase in totals.items()}
         layers = {name: [asdict(times) for times in phase.layers] for name, phase in totals.items()}
         prefill, decode = totals[PREFILL], totals[DECODE]
-        told = recorder.tokens or TokenTotals(prefill.tokens, prefill.sequences + decode.tokens)
+        told = recorder.tokens
+        if not told.prompt:
+            told = TokenTotals(prefill.tokens, prefill.sequences + decode.tokens)
         guesses = _guesses(recorder.guesses, sum(phase["calls"] for phase in phases.values()))
         tokens = told.prompt, told.completion
         return cls(model, run, *tokens, phases, servers, recovery, guesses, layers if recorder.profile else None)
@@ -193,8 +195,8 @@ def _cell(name: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
 
 
-def _guesses(counts: GuessCounts | None, calls: int) -> dict[str, Any] | None:
-    if counts is None:
+def _guesses(counts: GuessCounts, calls: int) -> dict[str, Any] | None:
+    if not counts.passes:
         return None
     return asdict(counts) | {
         "acceptance": counts.right / counts.guessed if counts.guessed else 0.0,

@@ -52,7 +52,7 @@ def read_routing_stats(path: Path, checkpoint: Checkpoint) -> list[list[int]]:
     Raises SettingError: the file is not in this format, or is of another model."""
     try:
         with path.open("rb") as stream:
-            data = RoutingStats.model_validate_json(stream.read(MAX_BYTES + 1)[:MAX_BYTES])
+            data = RoutingStats.model_validate_json(stream.read(MAX_BYTES))
     except (OSError, ValueError) as error:
         what = one_line(str(error), 200)
         raise SettingError(f"routing-stats: {path} is no file of `moeoffload profile` ({what})") from None

@@ -35,7 +35,7 @@ class Verification:
         Raises DisagreementError: they differ by more than rounding explains."""
         if isinstance(part, torch.Tensor) and self._random.random() >= self._share:
             return
-        checker = shard.checker(flight.link)
+        checker = shard.best(but=flight.link)
         if checker is None or flight.chunk_rows > checker.layout.capacity:
             return
         try:

@@ -19,17 +19,16 @@ from moeoffload.devices import resolve_device
 from moeoffload.host.attach import AttachPlan, OnProgress
 from moeoffload.host.dispatcher import Dispatcher
 from moeoffload.host.fleet import Fleet
-from moeoffload.host.granularity import Granularity, chunk_rows
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.model import bind_experts, load_draft_head, load_draft_model, load_tokenizer
 from moeoffload.host.packed_dense import load_with_packed_linears
-from moeoffload.host.pipeline import PrefillPipeline
+from moeoffload.host.pipeline import PrefillPipeline, chunk_rows, usual_chunk_rows
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.report import Report, Shown, model_facts, run_facts
 from moeoffload.host.routing import read_routing_stats
 from moeoffload.host.second_opinion import Verification
-from moeoffload.host.shard import ServerEvents, event_figures
+from moeoffload.host.shard import ServerEvents
 from moeoffload.host.shared_experts import overlap_shared_experts
 from moeoffload.host.speculative import GuessLength, check_can_verify, most_guesses
 from moeoffload.host.turns import Turns
@@ -98,9 +97,10 @@ class OffloadedModel(Shown):
             torch.set_num_threads(settings.threads)
         self._device = resolve_device(settings.device, last=False)
         logger.info("reading the headers of %s", reference)
-        packed = None if settings.expert_format == "keep" else settings.expert_format
+        wanted, packed = settings.model_dtype, None if settings.expert_format == "keep" else settings.expert_format
+        dtype = None if wanted == "auto" else PayloadDtype[wanted.upper()].torch_dtype
         self.checkpoint = Checkpoint.open(
-            reference, dtype=_model_dtype(settings), revision=revision, expert_format=packed, dense=settings.dense
+            reference, dtype=dtype, revision=revision, expert_format=packed, dense=settings.dense
         )
         out = PayloadDtype.from_label(settings.dtype, self.checkpoint.dtype)
         back = settings.dtype_back
@@ -166,12 +166,10 @@ class OffloadedModel(Shown):
         self.recorder = Recorder(len(self.shards), len(checkpoint.layers), self._device, profile=settings.profile)
         if settings.report is not None:
             self.recorder.listen()
-        rows = chunk_rows(self._device, checkpoint.dtype, fast_dense=settings.fast_dense)
-        granularity = Granularity(settings.mode, settings.hot_slice, settings.pipeline, rows)
         coarsest = max(torch.finfo(checkpoint.dtype).eps, *(payload.eps for payload in self._payloads))
         self.dispatcher = Dispatcher(
             self.shards,
-            granularity,
+            settings.hot_slice if settings.mode == "stream" else settings.most_rows,
             self.recorder,
             [layer.n_experts for layer in checkpoint.layers],
             checkpoint.top_k,
@@ -185,16 +183,19 @@ class OffloadedModel(Shown):
         least = min((link.layout.capacity for link in self.links), default=settings.usual_rows)
         # A half may have to wait for a dispatch, and then to read the experts of a lost server.
         self.turns = Turns(self.recorder, settings.dispatch_timeout_s + settings.load_timeout_s)
+        stack.callback(self.turns.close)
         self.dispatcher.away = self.turns
+        usual = usual_chunk_rows(self._device, checkpoint.dtype, fast_dense=settings.fast_dense)
         self.pipeline = PrefillPipeline(
             self.model,
             [layer.module_name for layer in checkpoint.layers],
             self.recorder,
             self.turns,
-            lambda n_rows: granularity.pipeline_rows(n_rows, least),
+            lambda n_rows: chunk_rows(n_rows, least, usual, settings),
         )
         stack.callback(self.pipeline.close)
-        stack.callback(self.recorder.watch(self.model))
+        for hook in self.recorder.watch(self.model):
+            stack.callback(hook.remove)
 
     def report(self) -> Report:
         """Collects what has been done since the model was opened (or since ``recorder.reset()``)."""
@@ -205,7 +206,7 @@ class OffloadedModel(Shown):
 
     def recovery(self) -> dict[str, Any]:
         """Collects the server events so far, as the report has them."""
-        return event_figures(self.shards, self._events)
+        return self._events.figures(self.shards)
 
     @property
     def pool_creations(self) -> int:
@@ -226,9 +227,3 @@ class OffloadedModel(Shown):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _model_dtype(settings: HostSettings) -> torch.dtype | None:
-    if settings.model_dtype == "auto":
-        return None
-    return PayloadDtype[settings.model_dtype.upper()].torch_dtype

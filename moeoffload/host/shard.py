@@ -18,7 +18,6 @@ from moeoffload.errors import DeadlineError, MoeOffloadError, ServerError
 from moeoffload.host.fallback import FallbackLink
 from moeoffload.host.flight import ShardLink
 from moeoffload.host.link import ExpertLink
-from moeoffload.placement import ExpertTable
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +27,7 @@ IDLE_POLL_S: Final = 0.01
 JOIN_S: Final = 5.0
 NO_OTHER: Final = "neither another server nor the host can compute its experts"
 KEPT_EVENTS: Final = 256  # the newest events; a report does not grow without bound
+_COUNTED: Final = ("lost", "returned", "drained", "verified", "replica_calls", "stale", "fallback_calls")
 
 Attach = Callable[[], ExpertLink]
 """Opens a link to a server, with its experts loaded; raises MoeOffloadError."""
@@ -50,7 +50,7 @@ class ServerEvents:
     def __init__(self) -> None:
         self._started = perf_counter()
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("lost", "returned", "drained", "verified", "replica_calls", "stale"), 0)
+        self._counts = dict.fromkeys(_COUNTED, 0)
         self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self._away: Counter[str] = Counter()
         """By server, the number of shards that other links compute for it now; one warning covers all of them."""
@@ -73,11 +73,17 @@ class ServerEvents:
             self._events.append(Event(perf_counter() - self._started, server, what, why, seconds))
         logger.log(logging.WARNING if is_news else logging.INFO, "%s", message)
 
-    def to_json(self, **more: int) -> dict[str, Any]:
-        """Returns the report's figures; ``more`` are the counts of links that are still open."""
+    def figures(self, shards: Sequence[Shard]) -> dict[str, Any]:
+        """Returns the report's figures: what was recorded, and the counts of the links of ``shards`` that are open."""
+        links = [(holder.link, holder is shard.holders[0]) for shard in shards for holder in shard.holders]
+        of_open = {
+            "stale": sum(link.channel.n_stale for link, _ in links if link is not None),
+            "replica_calls": sum(link.n_calls for link, first in links if link is not None and not first),
+            "fallback_calls": sum(shard.fallback.n_calls for shard in shards if shard.fallback is not None),
+        }
         with self._lock:
-            counts = {name: count + more.pop(name, 0) for name, count in self._counts.items()}
-            return counts | more | {"events": [asdict(event) for event in self._events]}
+            counts = {name: count + of_open.get(name, 0) for name, count in self._counts.items()}
+            return counts | {"events": [asdict(event) for event in self._events]}
 
 
 @dataclass(eq=False)
@@ -98,19 +104,17 @@ class Shard:
     """Selects the link that computes one part of the experts. Thread-safe.
 
     Attributes:
-        table: the experts.
         current: the link that computes them; read for every call, without a lock.
     """
 
     def __init__(
-        self, table: ExpertTable, holders: Sequence[Holder], fallback: FallbackLink | None, return_wait_s: float,
-        events: ServerEvents, stopping: threading.Event,
+        self, holders: Sequence[Holder], fallback: FallbackLink | None, return_wait_s: float, events: ServerEvents,
+        stopping: threading.Event,
     ) -> None:  # fmt: skip
         """``holders`` are in order of preference, all attached; without ``fallback`` the host never computes them.
 
         ``return_wait_s`` is how long a call waits for a lost server to return when no other link is left.
         """
-        self.table = table
         self.holders = holders
         self.fallback = fallback
         self._return_wait_s = return_wait_s
@@ -128,10 +132,10 @@ class Shard:
         """The last link to the preferred server."""
         return self.holders[0].known
 
-    def checker(self, link: ShardLink) -> ShardLink | None:
-        """Returns a link that can check ``link``'s result: a replica, or the host; None if there is none."""
-        other = next((holder.link for holder in self.holders if holder.link not in (None, link)), None)
-        return other if other is not None else self.fallback if self.fallback is not link else None
+    def best(self, *, but: ShardLink | None = None) -> ShardLink | None:
+        """Returns the link to prefer, of all but one: to a server, else to the host; None if there is none."""
+        links: list[ShardLink | None] = [*(holder.link for holder in self.holders), self.fallback]
+        return next((link for link in links if link is not None and link is not but), None)
 
     def replace(self, lost: ShardLink, error: ServerError) -> ShardLink:
         """Returns the link that computes from now on, after ``lost`` failed with ``error``.
@@ -139,7 +143,7 @@ class Shard:
         deadline = perf_counter() + (0.0 if isinstance(error, DeadlineError) else self._return_wait_s)
         with self._lock:
             self._leave(lost, str(error))
-            while (link := self._choose()) is None or link is lost:
+            while (link := self.best()) is None or link is lost:
                 left_s = deadline - perf_counter()
                 if left_s <= 0 or self._stopping.is_set() or link is lost:
                     raise type(error)(f"{error}; {self._why_no_link()}") from None
@@ -164,17 +168,13 @@ class Shard:
 
     # -- with the lock held
 
-    def _choose(self) -> ShardLink | None:
-        link = next((holder.link for holder in self.holders if holder.link is not None), None)
-        return link if link is not None else self.fallback
-
     def _leave(self, link: ShardLink, why: str, *, drains: bool = False) -> None:
         """Selects another link in place of ``link``, whose server is lost or ``drains``, and begins to get it back."""
         holder = next((holder for holder in self.holders if holder.link is link), None)
         if holder is None or holder.link is None or self._stopping.is_set():
             return  # another thread was first, or the run is over
         gone, holder.link = holder.link, None
-        chosen = self._choose()
+        chosen = self.best()
         if chosen is None and drains:
             holder.link = gone  # the run may go on there until the server's drain limit
             logger.warning("%s, and %s", why, NO_OTHER)
@@ -243,7 +243,7 @@ class Shard:
             is_late = self._stopping.is_set()
             if not is_late:
                 holder.link = holder.known = link
-                chosen = self._choose()
+                chosen = self.best()
                 assert chosen is not None
                 if holder.is_missed:
                     holder.is_missed = False
@@ -255,13 +255,3 @@ class Shard:
             link.close()
         else:
             self._watch(link)  # outside the lock: it calls back at once if the link has ended again
-
-
-def event_figures(shards: Sequence[Shard], events: ServerEvents) -> dict[str, Any]:
-    """Returns the report's part about faults: the recorded events plus the counts of open links."""
-    links = [(holder.link, holder is shard.holders[0]) for shard in shards for holder in shard.holders]
-    return events.to_json(
-        stale=sum(link.channel.n_stale for link, _ in links if link is not None),
-        replica_calls=sum(link.n_calls for link, first in links if link is not None and not first),
-        fallback_calls=sum(shard.fallback.n_calls for shard in shards if shard.fallback is not None),
-    )

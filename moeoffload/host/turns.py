@@ -14,8 +14,7 @@ import torch
 from moeoffload.errors import DeadlineError
 from moeoffload.host.recorder import Recorder
 
-_First = TypeVar("_First")
-_Second = TypeVar("_Second")
+_Result = TypeVar("_Result")
 
 
 class _Half(threading.local):
@@ -37,20 +36,24 @@ class Turns:
         self._timeout_s = timeout_s
         self._half = _Half()
         self._moved = threading.Condition()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="half")
         self._turn = self._head_start = 0
         self._over = self._failed = False
 
+    def close(self) -> None:
+        """Ends the second thread. Idempotent."""
+        self._pool.shutdown()
+
     def run(
         self,
-        pool: ThreadPoolExecutor,
         phase: str,
-        halves: tuple[Callable[[], _First], Callable[[], _Second]],
+        halves: tuple[Callable[[], _Result], Callable[[], _Result]],
         waited: Callable[[float], None],
         *,
         head_start: int = 0,
         n_tokens: int = 0,
-    ) -> tuple[_First, _Second]:
-        """Returns the results of both halves; the second one runs in the thread of ``pool``. For one thread at a time.
+    ) -> tuple[_Result, _Result]:
+        """Returns the results of both halves; the second one runs in the second thread. For one thread at a time.
 
         Args:
             phase: what both count as, see `Recorder.beside`; so is ``n_tokens``, for the second half.
@@ -62,12 +65,12 @@ class Turns:
         self._turn, self._head_start, self._over, self._failed = 0, head_start, False, False
         inference = torch.is_inference_mode_enabled()
 
-        def beside() -> _Second:
+        def beside() -> _Result:
             # Grad and inference mode belong to a thread.
             with torch.inference_mode(inference), torch.no_grad(), self._recorder.beside(phase, n_tokens), self._of(1):
                 return halves[1]()
 
-        other = pool.submit(beside)
+        other = self._pool.submit(beside)
         try:
             with self._of(0):
                 first = halves[0]()
@@ -125,7 +128,7 @@ class _OtherHalfFailedError(Exception):
     """This half ends because the other one failed."""
 
 
-def _outlast(beside: Future[_Second]) -> BaseException | None:
+def _outlast(beside: Future[_Result]) -> BaseException | None:
     """Returns how the other thread ended. Waits for that whatever a signal raises, and raises it afterwards: until then
     the thread uses the model and adds to the cache. It ends within a layer, each of whose waits has a deadline."""
     try:

@@ -39,7 +39,6 @@ class BatchRunner:
 
     def close(self) -> None:
         """Gives the model back. Idempotent."""
-        self._halves.close()
         self.runner.close()
 
     def schedule(self) -> list[Share]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import perf_counter
 from typing import Final
@@ -32,36 +31,29 @@ class Halves:
         self._turns = offloaded.turns
         self._recorder = offloaded.recorder
         self._choices: dict[int, GuessLength] = {}
-        self._pool: ThreadPoolExecutor | None = None
-        if offloaded.model.device.type == "cpu" and offloaded.settings.pipeline != "off" and offloaded.links:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="half")
-
-    def close(self) -> None:
-        """Ends the second thread. Idempotent."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        is_on_cpu = offloaded.model.device.type == "cpu"
+        self._is_on = is_on_cpu and offloaded.settings.pipeline != "off" and bool(offloaded.links)
 
     def forward(self, shares: Sequence[Share], *, whole: bool) -> torch.Tensor:
         """As `ModelRunner.forward`; ``whole``: not in halves."""
-        halves = [] if self._pool is None or whole else cut(shares)
-        if not halves or self._pool is None:
+        halves = cut(shares) if self._is_on and not whole else []
+        if not halves:
             return self._runner.forward(shares)
         n_rows = sum(len(share.tokens) for share in shares)
         # More rows take other kernels, which may round otherwise: measured times must not decide on that.
         if n_rows > MAX_ROWS:
-            return self._in_halves(self._pool, *halves)
+            return self._in_halves(*halves)
         # To guess one token or none: these are the two ways to choose from.
         choice = self._choices.setdefault(n_rows.bit_length(), GuessLength(1, adaptive=True))
         started = perf_counter()
-        logits = self._in_halves(self._pool, *halves) if choice.choose() else self._runner.forward(shares)
+        logits = self._in_halves(*halves) if choice.choose() else self._runner.forward(shares)
         choice.count(n_rows, perf_counter() - started)
         return logits
 
-    def _in_halves(self, pool: ThreadPoolExecutor, first: Sequence[Share], second: Sequence[Share]) -> torch.Tensor:
+    def _in_halves(self, first: Sequence[Share], second: Sequence[Share]) -> torch.Tensor:
         halves = (lambda: self._runner.forward(first)), (lambda: self._runner.forward(second, beside=True))
         phase, n_rows = self._recorder.own.next_phase or PREFILL, sum(len(share.tokens) for share in second)
-        return torch.cat(self._turns.run(pool, phase, halves, self._recorder.waited_beside, n_tokens=n_rows))
+        return torch.cat(self._turns.run(phase, halves, self._recorder.waited_beside, n_tokens=n_rows))
 
 
 def cut(shares: Sequence[Share]) -> list[list[Share]]:

@@ -268,13 +268,13 @@ def test_a_failed_step_fails_its_requests_and_no_others(
         for error in (ServerError("the server is gone"), ZeroDivisionError("unforeseen")):
             failing = threading.Event()
 
-            def fail(layer: int, error: Exception = error, failing: threading.Event = failing) -> None:
+            def fail(*_: object, error: Exception = error, failing: threading.Event = failing) -> None:
                 if not failing.is_set():
                     failing.set()
                     raise error
 
             with monkeypatch.context() as patch:
-                patch.setattr(dispatcher, "on_layer", fail)
+                patch.setattr(dispatcher, "on_routes", fail)
                 answers = [ask(engine, [n] * 12, 8, ignore_eos=True) for n in (9, 10)]
                 assert FinishReason.ERROR in [answer.finish for answer in answers]
             told = [answer.progress[-1].error for answer in answers if answer.finish is FinishReason.ERROR]
@@ -295,7 +295,7 @@ def test_a_failure_that_nothing_catches_ends_all_requests_and_is_seen(
                 raise SystemExit("unforeseen")
 
         with monkeypatch.context() as patch:
-            patch.setattr(offloaded.dispatcher, "on_layer", fail)
+            patch.setattr(offloaded.dispatcher, "on_routes", fail)
             running, waiting = ask(engine, [9] * 12, 8), ask(engine, [10] * 12, 8)
             failing.set()
             assert {running.finish, waiting.finish} == {FinishReason.ERROR}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -82,7 +81,6 @@ def runner_of(offloaded: OffloadedModel) -> Iterator[tuple[ModelRunner, Halves]]
         with torch.inference_mode():
             yield runner, halves
     finally:
-        halves.close()
         runner.close()
 
 
@@ -148,7 +146,7 @@ def test_a_half_that_fails_ends_the_step_and_leaves_the_next_one_alone(
 def test_a_half_stops_soon_after_the_other_one_failed(offloaded: OffloadedModel, fails: int) -> None:
     layers: list[list[int]] = [[], []]
 
-    def fail(layer: int) -> None:
+    def fail(layer: int, ids: torch.Tensor) -> None:
         half = int(threading.current_thread() is not threading.main_thread())
         layers[half].append(layer)
         if half == fails and layer == 1:
@@ -156,12 +154,12 @@ def test_a_half_stops_soon_after_the_other_one_failed(offloaded: OffloadedModel,
 
     with runner_of(offloaded) as (runner, halves):
         prompts, _ = steps(runner)
-        offloaded.dispatcher.on_layer = fail
+        offloaded.dispatcher.on_routes = fail
         try:
             with pytest.raises(ServerError, match="gone"):
                 halves.forward(prompts, whole=False)
         finally:
-            offloaded.dispatcher.on_layer = None
+            offloaded.dispatcher.on_routes = None
         assert layers[fails] == [0, 1]
         assert max(layers[1 - fails]) <= 1
         assert len(halves.forward(prompts, whole=False)) == 3
@@ -170,11 +168,11 @@ def test_a_half_stops_soon_after_the_other_one_failed(offloaded: OffloadedModel,
 def test_a_half_does_not_wait_for_the_other_one_for_ever() -> None:
     turns = Turns(Recorder(0, 0, torch.device("cpu")), 0.1)
     ends = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        threading.Timer(0.5, ends.set).start()
-        with pytest.raises(DeadlineError, match="half of a pass waited"):
-            turns.run(pool, PREFILL, (ends.wait, lambda: None), lambda seconds: None)
-        assert turns.run(pool, PREFILL, (lambda: 1, lambda: 2), lambda seconds: None) == (1, 2)
+    threading.Timer(0.5, ends.set).start()
+    with pytest.raises(DeadlineError, match="half of a pass waited"):
+        turns.run(PREFILL, (ends.wait, lambda: False), lambda seconds: None)
+    assert turns.run(PREFILL, (lambda: 1, lambda: 2), lambda seconds: None) == (1, 2)
+    turns.close()
 
 
 def test_requests_get_their_tokens_although_a_server_goes(start_server: StartServer) -> None:

@@ -238,10 +238,10 @@ def test_the_report_tells_dense_work_from_what_waits_for_it(start_server: StartS
         if IS_REAL:  # a GPU needs 20 ms for it and is told within microseconds
             large, out = torch.ones(8192, 8192, device=GPU), torch.empty(8192, 8192, device=GPU)
 
-            def more_work(_: int) -> None:
+            def more_work(*_: object) -> None:
                 torch.mm(large, large, out=out)
 
-            offloaded.dispatcher.on_layer = more_work
+            offloaded.dispatcher.on_routes = more_work
         for _ in range(2):
             offloaded.model(ids)
             phase = offloaded.report().phases["prefill"]

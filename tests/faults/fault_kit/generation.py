@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import tasks
+import torch
 
 from moeoffload.host.dispatcher import Dispatcher
 
@@ -32,7 +33,7 @@ class LayerClock:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._before = dispatcher.on_layer
+        self._before = dispatcher.on_routes
         self._lock = threading.Lock()
         self._at = -1
         self._action: Callable[[], None] | None = None
@@ -41,7 +42,7 @@ class LayerClock:
         self.ticks: list[float] = []
         self.struck_at: float | None = None
         """perf_counter seconds after the action; None while it has not been called."""
-        dispatcher.on_layer = self._tick
+        dispatcher.on_routes = self._tick
 
     def start(self, at: int = -1, action: Callable[[], None] | None = None) -> None:
         """Forgets the ticks so far; ``action`` is called before the ``at``-th of the next ones goes on."""
@@ -56,9 +57,9 @@ class LayerClock:
         return max(later - earlier for earlier, later in itertools.pairwise(moments))
 
     def close(self) -> None:
-        self._dispatcher.on_layer = self._before
+        self._dispatcher.on_routes = self._before
 
-    def _tick(self, layer: int) -> None:
+    def _tick(self, layer: int, ids: torch.Tensor) -> None:
         with self._lock:
             strikes = len(self.ticks) == self._at and self._action is not None
             self.ticks.append(perf_counter())
@@ -68,4 +69,4 @@ class LayerClock:
         if self.layer_s:
             time.sleep(self.layer_s)
         if self._before is not None:
-            self._before(layer)
+            self._before(layer, ids)
