@@ -126,7 +126,7 @@ INLINE void multiply_keys(
             size = tile_of(n_rows - row, KEY_ROWS);
 #define TILE(n) \
     key_tile(n, type, rows + row * row_bytes, row_bytes, keys->at + key, keys->dim, shares + row * KEY_BLOCK + key)
-            FOR_ROWS(size, KEY_ROWS, TILE)
+            WITH_CONSTANT(size, 1, KEY_ROWS, TILE)
 #undef TILE
         }
     }
@@ -153,7 +153,10 @@ INLINE void add_values(
 #define WIDE_TILE(m, n) value_tile(m, n, type, share, values->at + start, column, count, n_left, sums, state->width)
 #define TILE(m) WIDE_TILE(m, 2)
 #define NARROW_TILE(m) WIDE_TILE(m, 1)
-                if (n_vectors == 2) FOR_ROWS(size, VALUE_ROWS, TILE) else FOR_ROWS(size, VALUE_ROWS, NARROW_TILE)
+                if (n_vectors == 2)
+                    WITH_CONSTANT(size, 1, VALUE_ROWS, TILE)
+                else
+                    WITH_CONSTANT(size, 1, VALUE_ROWS, NARROW_TILE)
 #undef TILE
 #undef NARROW_TILE
 #undef WIDE_TILE

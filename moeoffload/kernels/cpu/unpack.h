@@ -3,8 +3,7 @@
 
 #include "packed.h"
 
-// bytes_at loads `count` bytes, elements_at `count` elements as floats: at most LANES, filled up with zeros. With
-// AVX-512 by masked loads, which do not touch memory behind them.
+// Loads `count` bytes, at most LANES, and fills up with zeros, as load_some.
 INLINE bits bytes_at(const void *from, int64_t count) {
 #if LANES == 16
     const __mmask16 mask = (__mmask16)((1u << at_most(count, 16)) - 1);
@@ -17,16 +16,6 @@ INLINE bits bytes_at(const void *from, int64_t count) {
 #else
     return (bits){some[0], some[1], some[2], some[3]};
 #endif
-#endif
-}
-INLINE vec elements_at(const void *from, int64_t count, const int type) {
-#if LANES == 16
-    const __mmask16 mask = (__mmask16)((1u << at_most(count, 16)) - 1);
-    if (type == F32) return (vec)_mm512_maskz_loadu_ps(mask, from);
-    const halves raw = (halves)_mm256_maskz_loadu_epi16(mask, from);
-    return type == BF16 ? (vec)(widen_u16(raw) << 16) : widen_f16(raw);
-#else
-    return load_some(from, count, type);
 #endif
 }
 INLINE vec unsigned_at(const void *from, int64_t count) { return __builtin_convertvector((ints)bytes_at(from, count), vec); }
@@ -63,7 +52,7 @@ INLINE bool all_of(ints conditions) {
 INLINE vec factors_at(const char *factors, int64_t group, int64_t shift, int64_t count) {
     factors += group >> shift << 1;
 #if LANES == 16
-    const vec some = elements_at(factors, ((at_most(count, 16) - 1) >> shift) + 1, F16);
+    const vec some = load_some(factors, ((at_most(count, 16) - 1) >> shift) + 1, F16);
     const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     return (vec)_mm512_permutexvar_ps(_mm512_srl_epi32(lanes, _mm_cvtsi64_si128(shift)), (__m512)some);
 #else
@@ -100,10 +89,8 @@ INLINE void read_some_scales(const int kind, const Matrix *m, const char *data, 
             const bits power = raw - 127;
             if (m->offsets == OFFSETS_NONE) store(s->offset + i, (vec)((power << 7 & 0xFFFF) | power << 23), F32);
         } else {
-            scale = elements_at(scales + at * (kind == SCALES_F32 ? 4 : 2), count,
-                                kind == SCALES_F32   ? F32
-                                : kind == SCALES_F16 ? F16
-                                                     : BF16);
+            const int type = kind == SCALES_F32 ? F32 : kind == SCALES_F16 ? F16 : BF16;
+            scale = load_some(scales + at * bytes_of(type), count, type);
             const vec size = choose(scale < 0.0f, -scale, scale);
             tame &= ((size < 0x1p60f) & (size > 0x1p-60f)) | (LANE_NUMBERS >= (int32_t)at_most(count, LANES));
             if (m->codes != CODES_FP8) tame |= scale == 0.0f;
@@ -145,10 +132,6 @@ static inline int64_t high_bits(const int codes) { return codes == CODES_UINT5 ?
 INLINE vec plain_at(const void *at, int64_t codes) {
     return codes == CODES_BF16 ? load(at, BF16) : codes == CODES_F16 ? load(at, F16) : load(at, F32);
 }
-
-// Rounds floats so that the upper 16 bits are bfloat16; if is_tame, without a check for NaN, which would get arbitrary
-// bits.
-INLINE bits bits_of(vec v, bool is_tame) { return is_tame ? (bits)v + 0x7FFF + ((bits)v >> 16 & 1) : round_bf16(v); }
 
 // Interleaves a vector of even elements and one of odd elements to two vectors in order.
 INLINE pair in_order(pair v) {
