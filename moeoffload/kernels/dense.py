@@ -1,4 +1,5 @@
-"""Linear layers for few rows: they read weights at memory bandwidth, which torch's bfloat16 product does not reach.
+"""Linear layers for few rows, plain or packed: they read weights at memory bandwidth, which torch's bfloat16 product
+does not reach.
 
 Results differ from torch's only in the order in which a dot product is summed: it is accumulated in float32, the bias
 is added in float32, and the result is rounded once.

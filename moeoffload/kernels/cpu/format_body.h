@@ -164,7 +164,7 @@ static TARGET void NAME(project)(const Product *p) {
         const char *next = p->parts ? NULL : end < p->to ? (const char *)p->weights + end * row_bytes : p->following;
         if (p->parts && n_tiles > 1) weights = NAME(unpacked)(p, start, end - start);
         for (int64_t tile = 0; tile < n_tiles; tile++) {
-            const int n_x = (int)((p->last - first + n_tiles - tile - 1) / (n_tiles - tile));
+            const int n_x = (int)part_of(p->last - first, TILE_ROWS);
             // There is one pass over the operands per two weight rows; it prefetches `step` bytes with each block.
             const int64_t step = next && tile < n_shares ? 2 * NAME(BYTES) / n_shares : 0;
             for (int64_t row = start; row < end; row += LANES) {

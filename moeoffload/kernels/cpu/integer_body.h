@@ -86,12 +86,6 @@ typedef struct {
     code_bytes table;
 } Reader;
 
-INLINE Reader reader_of(const Matrix *m, const uint8_t *tile, int part, Fetch fetch) {
-    const int64_t blocks_of_group = m->shift < 62 ? at_least((int64_t)1 << m->shift >> 5, 1) : m->n_in / INTEGERS;
-    return (Reader){.m = m, .at = tile, .part = part, .blocks_of_group = blocks_of_group, .fetch = fetch,
-                    .table = table_of(m->table)};
-}
-
 INLINE void prefetch_next(Reader *r) {
     if (r->ahead < r->ahead_end) prefetch_weights(r->ahead, r->fetch.past), r->ahead += 64;
 }
@@ -191,7 +185,9 @@ INLINE void multiply_blocks(const int kind, const int n_x, Reader *r, const Unpa
 // by up to MOST_X operands at a time.
 INLINE void multiply_part(const int kind, const int n_x, const bool many, const Matrix *m, const uint8_t *tile, int part,
                           Fetch fetch, const void *const *operands, vec *total) {
-    Reader r = reader_of(m, tile, part, fetch);
+    const int64_t blocks_of_group = m->shift < 62 ? at_least((int64_t)1 << m->shift >> 5, 1) : m->n_in / INTEGERS;
+    Reader r = {.m = m, .at = tile, .part = part, .blocks_of_group = blocks_of_group, .fetch = fetch,
+                .table = table_of(m->table)};
     Unpacked ready[SCALED];
 #pragma GCC unroll 4
     for (int i = 0; i < n_x; i++) total[i] = (vec){0};
@@ -260,7 +256,7 @@ static TARGET void project_tiles(const Product *p) {
         for (int64_t first = p->first, turn = 0; first < p->last; turn++) {
             const int64_t left = p->last - first;
             const int size = left > 4 ? MANY : left == 4 ? 2 : left >= 2;
-            const int n_x = size == MANY ? (int)ceil_div(left, ceil_div(left, MANY_X)) : 1 << size;
+            const int n_x = size == MANY ? (int)part_of(left, MANY_X) : 1 << size;
             const void *x[MANY_X];
             for (int i = 0; i < n_x; i++) {
                 const int64_t number = p->index ? p->index[first + i] : first + i;

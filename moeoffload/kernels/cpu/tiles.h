@@ -77,7 +77,7 @@ static inline const TileKernels *tiles_for(const Matrix *parts, int64_t dtype, i
 // a constant and set_at the set's first operand. No set is smaller than half of MOST_X.
 #define EACH_SET(n_x, multiply)                                                              \
     for (int set_at = 0, set_size; set_at < n_x; set_at += set_size) {                       \
-        set_size = (int)ceil_div(n_x - set_at, ceil_div(n_x - set_at, MOST_X));              \
+        set_size = (int)part_of(n_x - set_at, MOST_X);                                       \
         WITH_CONSTANT(set_size, MOST_X / 2, MOST_X, multiply)                                \
     }
 

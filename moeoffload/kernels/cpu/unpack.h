@@ -133,6 +133,10 @@ INLINE vec plain_at(const void *at, int64_t codes) {
     return codes == CODES_BF16 ? load(at, BF16) : codes == CODES_F16 ? load(at, F16) : load(at, F32);
 }
 
+// Rounds floats so that the upper 16 bits are bfloat16; if is_tame, without a check for NaN, which would get arbitrary
+// bits.
+INLINE bits bits_of(vec v, bool is_tame) { return is_tame ? (bits)v + 0x7FFF + ((bits)v >> 16 & 1) : round_bf16(v); }
+
 // Interleaves a vector of even elements and one of odd elements to two vectors in order.
 INLINE pair in_order(pair v) {
 #if LANES == 16

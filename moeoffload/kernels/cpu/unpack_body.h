@@ -1,10 +1,9 @@
 // Unpacks rows of packed weights to elements of one format; included by format_body.h for each format, see there.
 //
 // If the includer defines WORDS (which rounds two vectors of floats to a vector of 32 16-bit elements), AVX-512 unpacks
-// by tables: the levels times a group's scale are rounded once, and codes are looked up in this table. In bfloat16 a
-// scale that is a power of two is added to the exponents instead, which is exact; so are the upper two exponent bits of
-// FP8, of which only the lower five bits are looked up. Without WORDS codes become floats, which are scaled and
-// rounded.
+// by tables: the levels times a group's scale are rounded once, and codes are looked up in this table. Of FP8 in
+// bfloat16 only the lower five bits are looked up; the upper two bits of the exponent are added to the exponents, which
+// is exact, and so is a scale that is a power of two. Without WORDS codes become floats, which are scaled and rounded.
 
 // What all rows of a span share: the groups of its four runs of 16 weights, counted from the first group of the
 // segment; the levels in which codes are looked up, before scaling, as floats (`low`, `high`) and as elements
@@ -14,7 +13,6 @@ typedef struct {
 #ifdef WORDS
     vec low, high;
     __m512i words;
-    __mmask32 is_nonzero;
 #endif
 } NAME(Span);
 
@@ -26,15 +24,26 @@ INLINE vec NAME(scaled)(const int offsets, vec values, const Scales *s, int64_t 
     return offsets == OFFSETS_ZERO ? (values - offset) * scale : values * scale - offset;
 }
 
-// Unpacks the weights of a span by way of floats.
-INLINE void NAME(unpack_floats)(const int codes, const int offsets, const Matrix *m, const uint8_t *code, const uint8_t *high,
-                                const NAME(Span) *g, const Scales *s, ELEMENT *out) {
+// Unpacks the weights of a span by way of floats; if is_tame, no weight is NaN, except for FP8 codes of NaN.
+INLINE void NAME(unpack_floats)(const int codes, const int offsets, const bool is_tame, const Matrix *m, const uint8_t *code,
+                                const uint8_t *high, const NAME(Span) *g, const Scales *s, ELEMENT *out) {
+    // Groups have 16 weights or more, so both vectors have one scale if they are shorter: even and odd elements can stay
+    // apart and become pairs of bfloat16 by a shift and a mask, without a shuffle.
+    const bool is_split = TYPE == BF16 && LANES < 16 && codes != CODES_FP8;
 #pragma GCC unroll 1
     for (int i = 0; i < SPAN; i += 2 * LANES) {
         const uint8_t *some = code + i * code_bits(codes) / 8, *some_high = high + i * high_bits(codes) / 8;
-        const pair v = codes == CODES_FP8 ? fp8_at(some) : in_order(values_at(codes, m->levels, some, some_high));
-        store(out + i, NAME(scaled)(offsets, v.a, s, g->group[i / 16]), TYPE);
-        store(out + i + LANES, NAME(scaled)(offsets, v.b, s, g->group[(i + LANES) / 16]), TYPE);
+        pair v = codes == CODES_FP8 ? fp8_at(some) : values_at(codes, m->levels, some, some_high);
+        if (!is_split && codes != CODES_FP8) v = in_order(v);
+        v.a = NAME(scaled)(offsets, v.a, s, g->group[i / 16]);
+        v.b = NAME(scaled)(offsets, v.b, s, g->group[(i + LANES) / 16]);
+        if (is_split) {
+            const bits both = bits_of(v.a, is_tame) >> 16 | (bits_of(v.b, is_tame) & 0xFFFF0000);
+            memcpy(out + i, &both, sizeof both);
+        } else {
+            store(out + i, v.a, TYPE);
+            store(out + i + LANES, v.b, TYPE);
+        }
     }
 }
 
@@ -45,14 +54,7 @@ INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_
     const __m512i low_nibbles = _mm512_set1_epi32(0x000F000F), sixteen = _mm512_set1_epi16(16);
 #define SCALED(values, i) NAME(scaled)(offsets, values, s, g->group[i])
     if (codes == CODES_LEVELS4 || codes == CODES_UINT5) {
-        __m512i table;
-        if (is_power) {
-            const __m512i first = _mm512_set1_epi32(((const int32_t *)s->offset)[g->group[0]]);
-            const __m512i both = _mm512_mask_set1_epi32(first, 0xFF00, ((const int32_t *)s->offset)[g->group[2]]);
-            table = _mm512_mask_add_epi16(g->words, g->is_nonzero, g->words, both);
-        } else {
-            table = WORDS(SCALED(g->low, 0), codes == CODES_UINT5 ? SCALED(g->high, 0) : SCALED(g->low, 2));
-        }
+        __m512i table = WORDS(SCALED(g->low, 0), codes == CODES_UINT5 ? SCALED(g->high, 0) : SCALED(g->low, 2));
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
             const __m512i raw = nibbles_at(code + 16 * half), shifted = _mm512_slli_epi32(raw, 12);
@@ -115,7 +117,7 @@ INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_
         return true;
     }
 #undef SCALED
-    NAME(unpack_floats)(codes, offsets, m, code, high, g, s, out);
+    NAME(unpack_floats)(codes, offsets, true, m, code, high, g, s, out);
     return true;
 }
 
@@ -126,7 +128,6 @@ INLINE NAME(Span) NAME(tables_of)(const int codes, const Matrix *m) {
     span.low = codes == CODES_LEVELS4 ? load(m->levels, F32) : codes == CODES_FP8 ? fp8_values(0) : numbers;
     span.high = codes == CODES_LEVELS4 ? span.low : codes == CODES_FP8 ? fp8_values(16) : numbers + 16.0f;
     span.words = WORDS(span.low, span.high);
-    span.is_nonzero = _mm512_test_epi16_mask(span.words, _mm512_set1_epi16(0x7FFF));
     return span;
 }
 #endif
@@ -148,7 +149,7 @@ static TARGET __attribute__((noinline)) void NAME(any_spans)(const Matrix *m, co
         if (codes < CODES_BF16) {
             NAME(Span) span;
             NAME(find_groups)(&span, at, m->shift);
-            NAME(unpack_floats)(codes, (int)m->offsets, m, code, high, &span, s, some);
+            NAME(unpack_floats)(codes, (int)m->offsets, false, m, code, high, &span, s, some);
         } else {
             for (int i = 0; i < SPAN; i += LANES) store(some + i, plain_at(code + i * code_bits(codes) / 8, codes), TYPE);
         }
@@ -177,7 +178,7 @@ INLINE void NAME(spans)(const int codes, const int offsets, const bool is_power,
 #ifdef WORDS
         if (!NAME(unpack_fast)(codes, offsets, is_power, m, code, high, &span, s, out)) break;
 #else
-        NAME(unpack_floats)(codes, offsets, m, code, high, &span, s, out);
+        NAME(unpack_floats)(codes, offsets, true, m, code, high, &span, s, out);
 #endif
         code += SPAN * code_bits(codes) / 8, high += SPAN * high_bits(codes) / 8;
     }
@@ -194,7 +195,7 @@ INLINE void NAME(spans)(const int codes, const int offsets, const bool is_power,
             SPANS(codes, OFFSETS_ZERO, false)                                     \
         } else if (codes != CODES_FP8 && m->offsets == OFFSETS_MIN) {             \
             SPANS(codes, OFFSETS_MIN, false)                                      \
-        } else if (is_power && (codes == CODES_FP8 || codes == CODES_LEVELS4)) {  \
+        } else if (codes == CODES_FP8 && is_power) {                              \
             SPANS(codes, OFFSETS_NONE, true)                                      \
         } else {                                                                  \
             SPANS(codes, OFFSETS_NONE, false)                                     \
