@@ -62,7 +62,7 @@ def grouped_experts(
     return by_route.view(rows.shape[0], top_k, -1).sum(dim=1, dtype=torch.float32)
 
 
-class _Sorted(NamedTuple):
+class SortedRoutes(NamedTuple):
     """Routes sorted by slot: slots (routes,), route numbers (routes,), the end of each expert's group (n_experts,)
     int32, and a mask of the absent routes (routes,), or None if absent routes were removed."""
 
@@ -72,23 +72,23 @@ class _Sorted(NamedTuple):
     absent: torch.Tensor | None
 
 
-def _sort_and_cut(slots: torch.Tensor, n_experts: int) -> _Sorted:
+def _sort_and_cut(slots: torch.Tensor, n_experts: int) -> SortedRoutes:
     sorted_slots, routes = torch.sort(slots)
     n_absent = int((sorted_slots < 0).sum())
     if n_absent:
         sorted_slots, routes = sorted_slots[n_absent:], routes[n_absent:]
     offsets = torch.bincount(sorted_slots, minlength=n_experts).cumsum(0, dtype=torch.int32)
-    return _Sorted(sorted_slots, routes, offsets, None)
+    return SortedRoutes(sorted_slots, routes, offsets, None)
 
 
-def sort_without_waiting(slots: torch.Tensor, n_experts: int) -> _Sorted:
+def sort_without_waiting(slots: torch.Tensor, n_experts: int) -> SortedRoutes:
     """Sorts (routes,) slots without reading from the device; slots that do not exist come last, behind all groups."""
     exists = (slots >= 0) & (slots < n_experts)
     sorted_slots, routes = torch.sort(torch.where(exists, slots, n_experts))
     # torch.bincount would wait for the device to learn the length of its result.
     experts = torch.arange(n_experts, device=slots.device)
     offsets = torch.searchsorted(sorted_slots, experts, right=True, out_int32=True)
-    return _Sorted(sorted_slots.clamp(max=n_experts - 1), routes, offsets, sorted_slots == n_experts)
+    return SortedRoutes(sorted_slots.clamp(max=n_experts - 1), routes, offsets, sorted_slots == n_experts)
 
 
 def _grouped_linear(values: torch.Tensor, weight: Weights, offsets: torch.Tensor, is_transposed: bool) -> torch.Tensor:

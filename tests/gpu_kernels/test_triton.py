@@ -175,8 +175,8 @@ def test_warming_up_compiles_what_calls_of_any_size_need() -> None:
     experts = TritonExperts(make_experts("silu", n_experts=40, hidden=256, inter=64, dtype=torch.bfloat16))
     experts._n_processors = 16
     noted: set[Any] = set()
-    programs = {name: Noted(name, noted) for name in ("up_program", "down_program", "sum_program")}
-    experts._ops = SimpleNamespace(SortedRoutes=triton_ops.SortedRoutes, **programs)  # type: ignore[assignment]
+    programs = {name: Noted(name, noted) for name in ("projection_program", "sum_program")}
+    experts._ops = SimpleNamespace(**programs)  # type: ignore[assignment]
     experts.warm_up(4, 100)
     warm = set(noted)
     assert warm
