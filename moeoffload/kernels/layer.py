@@ -86,8 +86,7 @@ class LayerKernels:
             triton(*call)
         elif self.falls_back:
             rows, slots, weights, out = call
-            if slots.is_cpu and (slots.min() < -1 or slots.max() >= self.n_experts):
-                raise SlotError(self.n_experts)
+            self._check_slots(slots)
             out.copy_(grouped_experts(self._experts, rows, slots, weights, may_wait=slots.is_cpu))
         else:
             self._tiled.run(contiguous(call), workspace or self._workspace)
@@ -110,6 +109,10 @@ class LayerKernels:
     def _triton_for(self, n_rows: int) -> TritonExperts | None:
         triton = self._triton
         return triton if triton is not None and n_rows <= triton.most_rows else None
+
+    def _check_slots(self, slots: torch.Tensor) -> None:
+        if slots.is_cpu and slots.numel() and (slots.min() < -1 or slots.max() >= self.n_experts):
+            raise SlotError(self.n_experts)
 
     def _check(self, call: KernelInput) -> None:
         rows, slots, weights, out = call

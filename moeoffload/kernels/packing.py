@@ -176,11 +176,12 @@ class KernelMatrix:
         self.addresses = 0, ctypes.addressof(self._parts)
 
 
-def section_starts(part: PackedWeights) -> tuple[int, ...]:
+def section_starts(part: PackedWeights) -> tuple[int, int, int, int, int]:
     """Returns the bytes at which the sections of a row begin that follow its codes; 0 for those that it lacks."""
     places = part.format.sections(part.n_in)
     names = ("high", "factors", "min_factors", "scales", "offsets")
-    return tuple(places[name].start if name in places else 0 for name in names)
+    high, factors, min_factors, scales, offsets = (places[name].start if name in places else 0 for name in names)
+    return high, factors, min_factors, scales, offsets
 
 
 def _is_whole(part: PackedWeights) -> bool:

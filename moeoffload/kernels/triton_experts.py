@@ -165,7 +165,8 @@ class TritonExperts:
         self._up_bias = _bias(module, "gate_up_proj_bias" if module.has_gate else "up_proj_bias")
         self._down_bias = _bias(module, "down_proj_bias")
         down = module.down_proj[0] if is_packed else rows_first(module.down_proj, module)
-        self.n_experts, self.hidden, self.inter = down.shape
+        shape: torch.Size = down.shape
+        self.n_experts, self.hidden, self.inter = shape
         self._up_columns = self.inter * (2 if module.has_gate else 1)
         is_transposed = module.is_transposed and not is_packed
         self._tile_columns = _TRANSPOSED_TILE_COLUMNS if is_transposed else _TILE_COLUMNS

@@ -237,9 +237,9 @@ class Slices:
         monkeypatch.setattr(tiled, "perf_counter", lambda: self._now)
         monkeypatch.setattr(tiled.TiledExperts, "_compute", lambda *call: self._record(*call))
 
-    def _record(self, experts: Any, arena: Any, steps: calls.Step) -> None:
-        self._compute(experts, arena, steps)
-        n_routes = arena.call.end - arena.call.begin
+    def _record(self, experts: Any, workspace: Any, steps: calls.Step) -> None:
+        self._compute(experts, workspace, steps)
+        n_routes = workspace.call.end - workspace.call.begin
         if steps & calls.Step.UP:
             self.up.append(n_routes)
             self._now += 0.2e-3 * n_routes

@@ -101,28 +101,22 @@ INLINE void read_some_scales(const int kind, const Matrix *m, const char *data, 
     s->is_wild = !all_of(tame);
 }
 
-#define EACH_ROW(kind)                                                                                           \
-    case kind:                                                                                                   \
-        for (; row < end; row++, s++, data += m->row_bytes) {                                                    \
-            const char *scales = data + m->scales_at;                                                            \
-            if (kind == SCALES_F32 && m->shared)                                                                 \
-                scales = (const char *)(m->shared + (expert * n_shared + row / m->shared_rows) * m->n_groups);   \
-            read_some_scales(kind, m, data, scales, from, s);                                                    \
-        }                                                                                                        \
-        break;
 // Reads the scales of the segment that begins at column `from`, for n_rows rows.
 static TARGET void read_scales(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, int64_t from, Scales *s) {
-    const int64_t end = row + n_rows, n_shared = ceil_div(m->n_out, m->shared_rows);
+    const int64_t n_shared = ceil_div(m->n_out, m->shared_rows);
     const char *data = packed_row(m, expert, row);
-    switch (m->scales) {
-        EACH_ROW(SCALES_F32)
-        EACH_ROW(SCALES_F16)
-        EACH_ROW(SCALES_BF16)
-        EACH_ROW(SCALES_E8M0)
-        EACH_ROW(SCALES_SUPER)
+    for (const int64_t end = row + n_rows; row < end; row++, s++, data += m->row_bytes) {
+        const char *scales = data + m->scales_at;
+        if (m->shared) scales = (const char *)(m->shared + (expert * n_shared + row / m->shared_rows) * m->n_groups);
+        switch (m->scales) {
+            case SCALES_F32: read_some_scales(SCALES_F32, m, data, scales, from, s); break;
+            case SCALES_F16: read_some_scales(SCALES_F16, m, data, scales, from, s); break;
+            case SCALES_BF16: read_some_scales(SCALES_BF16, m, data, scales, from, s); break;
+            case SCALES_E8M0: read_some_scales(SCALES_E8M0, m, data, scales, from, s); break;
+            case SCALES_SUPER: read_some_scales(SCALES_SUPER, m, data, scales, from, s); break;
+        }
     }
 }
-#undef EACH_ROW
 
 static inline int64_t code_bits(const int codes) {
     return codes == CODES_F32 ? 32 : codes >= CODES_BF16 ? 16 : codes <= CODES_INT8 ? 8 : 4;

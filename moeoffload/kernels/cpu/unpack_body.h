@@ -185,44 +185,37 @@ INLINE void NAME(spans)(const int codes, const int offsets, const bool is_power,
     if (__builtin_expect(from < to, false)) NAME(any_spans)(m, row, from, to, s, out);
 }
 
-#define SPANS(codes, offsets, is_power) \
-    for (int64_t r = 0; r < n_rows; r++) \
-        NAME(spans)(codes, offsets, is_power, m, data + r * m->row_bytes, from, end, scales + r, \
-                    elements + r * stride, &ahead);
-#define EACH_OFFSETS(codes)                                                       \
-    case codes:                                                                   \
-        if (codes != CODES_FP8 && m->offsets == OFFSETS_ZERO) {                   \
-            SPANS(codes, OFFSETS_ZERO, false)                                     \
-        } else if (codes != CODES_FP8 && m->offsets == OFFSETS_MIN) {             \
-            SPANS(codes, OFFSETS_MIN, false)                                      \
-        } else if (codes == CODES_FP8 && is_power) {                              \
-            SPANS(codes, OFFSETS_NONE, true)                                      \
-        } else {                                                                  \
-            SPANS(codes, OFFSETS_NONE, false)                                     \
-        }                                                                         \
-        break;
+// Unpacks columns from..to of a row, within a segment, by way of `spans` with constant codes and offsets.
+INLINE void NAME(unpack_row)(const int codes, const Matrix *m, const uint8_t *row, int64_t from, int64_t to, const Scales *s,
+                             ELEMENT *out, Ahead *ahead) {
+    if (codes != CODES_FP8 && m->offsets == OFFSETS_ZERO)
+        NAME(spans)(codes, OFFSETS_ZERO, false, m, row, from, to, s, out, ahead);
+    else if (codes != CODES_FP8 && m->offsets == OFFSETS_MIN)
+        NAME(spans)(codes, OFFSETS_MIN, false, m, row, from, to, s, out, ahead);
+    else if (codes == CODES_FP8 && TYPE == BF16 && m->scales == SCALES_E8M0)
+        NAME(spans)(codes, OFFSETS_NONE, true, m, row, from, to, s, out, ahead);
+    else
+        NAME(spans)(codes, OFFSETS_NONE, false, m, row, from, to, s, out, ahead);
+}
+
 // Unpacks columns from..to of n_rows rows; see `unpack` of Kernels.
 static TARGET void NAME(unpack)(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, int64_t from, int64_t to,
                                 Scales *scales, void *out, int64_t stride, Ahead ahead) {
-    const uint8_t *data = (const uint8_t *)packed_row(m, expert, row);
     ELEMENT *elements = out;
-    const bool is_power = TYPE == BF16 && m->scales == SCALES_E8M0;
-    while (from < to) {
-        const int64_t end = at_most((from / SEGMENT + 1) * SEGMENT, to);
+    for (int64_t end; from < to; elements += end - from, from = end) {
+        end = at_most((from / SEGMENT + 1) * SEGMENT, to);
         if (from % SEGMENT == 0) read_scales(m, expert, row, n_rows, from, scales);
-        switch (m->codes) {
-            EACH_OFFSETS(CODES_FP8)
-            EACH_OFFSETS(CODES_INT8)
-            EACH_OFFSETS(CODES_LEVELS4)
-            EACH_OFFSETS(CODES_UINT5)
-            EACH_OFFSETS(CODES_INT6)
-            default:
-                for (int64_t r = 0; r < n_rows; r++)
-                    NAME(any_spans)(m, data + r * m->row_bytes, from, end, scales + r, elements + r * stride);
+        for (int64_t r = 0; r < n_rows; r++) {
+            const uint8_t *data = (const uint8_t *)packed_row(m, expert, row + r);
+            ELEMENT *to_row = elements + r * stride;
+            switch (m->codes) {
+                case CODES_FP8: NAME(unpack_row)(CODES_FP8, m, data, from, end, scales + r, to_row, &ahead); break;
+                case CODES_INT8: NAME(unpack_row)(CODES_INT8, m, data, from, end, scales + r, to_row, &ahead); break;
+                case CODES_LEVELS4: NAME(unpack_row)(CODES_LEVELS4, m, data, from, end, scales + r, to_row, &ahead); break;
+                case CODES_UINT5: NAME(unpack_row)(CODES_UINT5, m, data, from, end, scales + r, to_row, &ahead); break;
+                case CODES_INT6: NAME(unpack_row)(CODES_INT6, m, data, from, end, scales + r, to_row, &ahead); break;
+                default: NAME(any_spans)(m, data, from, end, scales + r, to_row);
+            }
         }
-        elements += end - from;
-        from = end;
     }
 }
-#undef SPANS
-#undef EACH_OFFSETS
