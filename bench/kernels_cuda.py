@@ -28,7 +28,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from moeoffload.kernels import GroupedKernel
+from moeoffload.kernels import grouped_experts
 from moeoffload.kernels.triton_experts import TritonExperts, why_not_triton
 
 EXPERTS: Final = {
@@ -149,12 +149,13 @@ class Layer:
         self.flop = 2 * n_rows * top_k * sum(p[0].numel() for p in experts.parameters() if p.dim() == 3)
 
     def contenders(self, triton: TritonExperts | None) -> dict[str, Call]:
-        def grouped(kernel: GroupedKernel) -> Call:
-            return lambda i: self.out.copy_(kernel(self.experts, self.rows, self.slots[i], self.weights))
+        def grouped(i: int, *, may_wait: bool) -> None:
+            out = grouped_experts(self.experts, self.rows, self.slots[i], self.weights, may_wait=may_wait)
+            self.out.copy_(out)
 
         calls: dict[str, Call] = {
-            "as transformers": grouped(GroupedKernel()),
-            "grouped": grouped(GroupedKernel(may_wait=False)),
+            "as transformers": lambda i: grouped(i, may_wait=True),
+            "grouped": lambda i: grouped(i, may_wait=False),
         }
         if triton is not None:
             calls["triton"] = lambda i: triton(self.rows, self.slots[i], self.weights, self.out)

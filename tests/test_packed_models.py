@@ -27,8 +27,7 @@ from moeoffload.formats.quantise import FORMATS
 from moeoffload.host import packed_dense
 from moeoffload.host.fallback import ExpertCache
 from moeoffload.kernels import KernelInput, LayerKernels
-from moeoffload.kernels.dense import MAX_ROWS
-from moeoffload.kernels.packed_linear import PackedLinear
+from moeoffload.kernels.dense import MAX_ROWS, PackedLinear
 from moeoffload.native import Features, cpu_features
 
 

@@ -249,7 +249,7 @@ def _check_recipe(recipe: Recipe, name: str, module: nn.Module, config: Any) -> 
 def plan_rows(
     recipe: Recipe, name: str, module: Any, config: Any, plans: Plans, *, must: bool = True
 ) -> dict[str, tuple[Piece, ...]]:
-    """Returns the packed rows of a recipe's matrices by parameter name; ``plans`` keeps those of recipes that are alike.
+    """Returns the packed rows of a recipe's matrices by parameter name; ``plans`` keeps those of recipes alike.
     Raises ModelError: its conversion does more than move rows; without ``must`` the result is then empty."""
     leaves = {target: target.removeprefix(f"{name}.") for target in recipe.targets}
     if not set(leaves.values()) & set(_MATRICES):

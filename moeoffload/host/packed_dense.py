@@ -15,7 +15,7 @@ from moeoffload.config import DenseFormat
 from moeoffload.formats import PackedWeights
 from moeoffload.formats.quantise import FORMATS, quantise
 from moeoffload.host.model import load_dense_model
-from moeoffload.kernels.packed_linear import PackedLinear
+from moeoffload.kernels.dense import PackedLinear
 
 _COMPARED_ROWS: Final = 8
 

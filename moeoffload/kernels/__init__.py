@@ -4,9 +4,9 @@ Kernels of dense layers are in `fast_dense`, which an expert server does not imp
 """
 
 from moeoffload.kernels.calls import SlotError
-from moeoffload.kernels.grouped import GroupedKernel
+from moeoffload.kernels.grouped import grouped_experts
 from moeoffload.kernels.layer import LayerKernels
 from moeoffload.kernels.tiled import KernelInput
 from moeoffload.kernels.workspace import KernelWorkspace
 
-__all__ = ["GroupedKernel", "KernelInput", "KernelWorkspace", "LayerKernels", "SlotError"]
+__all__ = ["KernelInput", "KernelWorkspace", "LayerKernels", "SlotError", "grouped_experts"]

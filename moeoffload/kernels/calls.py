@@ -138,9 +138,8 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     # name: (result, *arguments)
     "moe_choose_ahead": (_Word, _Word),
     "moe_uses_matrix_unit": (_Word, _Pointer),
-    "moe_scratch_bytes": (_Word, _Pointer),
-    "moe_operand_bytes": (_Word, _Word, _Word, _Word),
-    "moe_linear_scratch_bytes": (_Word, _Word, _Word, _Word),
+    "moe_scratch_bytes": (_Word, _Word, _Word),
+    "moe_operand_bytes": (_Word, _Word),
     "moe_experts": (_Word, _Pointer),
     "moe_linear": (None, _Pointer),
     "moe_attention": (ctypes.c_int, _Pointer),

@@ -1,4 +1,5 @@
-"""Linear layers for few rows: they read weights at memory bandwidth, which torch's bfloat16 product does not reach.
+"""Linear layers for few rows, plain or packed: they read weights at memory bandwidth, which torch's bfloat16 product
+does not reach.
 
 Results differ from torch's only in the order in which a dot product is summed: it is accumulated in float32, the bias
 is added in float32, and the result is rounded once.
@@ -14,8 +15,10 @@ import torch
 from torch import nn
 
 from moeoffload import native
+from moeoffload.formats.packed import PackedWeights
 from moeoffload.kernels import calls
 from moeoffload.kernels.calls import COMPUTE_DTYPES, DTYPE_CODES, LinearCall
+from moeoffload.kernels.packing import KernelMatrix, why_not_dtype, why_not_packed
 from moeoffload.kernels.threads import parallel_address, threads_for
 
 MAX_ROWS: Final = 16
@@ -35,7 +38,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def product(
+def _product(
     x: torch.Tensor, addresses: tuple[int, int], n_out: int, weight_bytes: int, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Returns the C library's product of rows ``x`` (..., in) and a matrix (out, in), see `KernelMatrix.addresses`."""
@@ -47,8 +50,8 @@ def product(
         return out
     thread = _thread
     call, library = thread.call, calls.library()
-    call.dtype, call.features = code, features = DTYPE_CODES[dtype], native.cpu_features()
-    n_bytes = n_rows * library.moe_operand_bytes(code, features, n_in)
+    call.dtype, call.features = DTYPE_CODES[dtype], native.cpu_features()
+    n_bytes = n_rows * library.moe_operand_bytes(n_in)
     if thread.operands.numel() < n_bytes:
         thread.operands = torch.empty(max(n_bytes, n_bytes // n_rows * MAX_ROWS), dtype=torch.uint8)
         call.operands = thread.operands.data_ptr()
@@ -58,7 +61,7 @@ def product(
     call.n_in, call.n_out, call.n_rows = n_in, n_out, n_rows
     call.n_threads = n_threads = threads_for(weight_bytes)
     if call.parts:
-        n_bytes = n_threads * library.moe_linear_scratch_bytes(code, features, n_in)
+        n_bytes = n_threads * library.moe_scratch_bytes(call.dtype, n_in)
         if thread.scratch.numel() < n_bytes:
             thread.scratch = torch.empty(n_bytes, dtype=torch.uint8)
             call.scratch = thread.scratch.data_ptr()
@@ -86,7 +89,7 @@ def product_if_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         or torch.compiler.is_compiling()
     ):
         return None
-    return product(x, (weight.data_ptr(), 0), weight.shape[0], weight.nbytes, bias)
+    return _product(x, (weight.data_ptr(), 0), weight.shape[0], weight.nbytes, bias)
 
 
 class FewRowLinear(nn.Linear):
@@ -117,3 +120,42 @@ def accelerate_linears(model: nn.Module) -> None:
             and weight.is_contiguous()
         ):
             module.__class__ = FewRowLinear
+
+
+class PackedLinear(nn.Module):
+    """A linear layer without gradient that computes with the values of its packed weights.
+
+    Attributes:
+        weight: (1, out, in).
+        bias: (out) of the compute dtype, or None.
+        falls_back: why every call unpacks the weights for torch; None if the C kernels compute.
+    """
+
+    def __init__(self, weight: PackedWeights, bias: torch.Tensor | None = None) -> None:
+        """Args: see the attributes. Raises ValueError for weights of more than one matrix."""
+        super().__init__()
+        n_matrices, self.out_features, self.in_features = weight.shape
+        if n_matrices != 1:
+            raise ValueError(f"packed weights {tuple(weight.shape)} are not one matrix")
+        self.weight = weight
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.falls_back = why_not_packed((weight,))
+        if weight.device.type != "cpu":
+            self.falls_back = f"device {weight.device.type}"
+        elif calls.library() is None:
+            self.falls_back = "CPU kernels are not built"
+        self._matrices: dict[torch.dtype, KernelMatrix] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps (..., in) of a compute dtype to (..., out) of the same dtype."""
+        no_kernel = why_not_dtype(x.dtype) or (self.weight.in_tiles and x.dtype is torch.float32)
+        if self.falls_back or x.shape[-1] != self.in_features or no_kernel or not x.is_cpu:
+            return nn.functional.linear(x, self.weight.unpack(x.dtype)[0], self.bias)
+        matrix = self._matrices.get(x.dtype)
+        if matrix is None:
+            matrix = self._matrices[x.dtype] = KernelMatrix((self.weight,), x.dtype)
+        return _product(x, matrix.addresses, self.out_features, matrix.nbytes, self.bias)
+
+    def extra_repr(self) -> str:
+        """As `torch.nn.Linear`, with the format added."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.weight.format.name}"

@@ -12,68 +12,57 @@ from moeoffload.formats.packed import PackedWeights
 from moeoffload.kernels.packing import Weights, first_tensor, up_weight
 
 
-class GroupedKernel:
+def grouped_experts(
+    experts: nn.Module, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, *, may_wait: bool = True
+) -> torch.Tensor:
     """Sorts routes by expert and runs one grouped product per projection.
 
     The order of operations and every rounding step are those of transformers' ``grouped_mm`` experts implementation
     (``transformers.integrations.moe``), so that a server that holds all experts of a layer gives the same bits as a
     local run with it. The experts class's layout flags and ``_apply_gate`` determine biases, transposed and interleaved
     weights, clamps and norms.
+
+    Args:
+        experts: the model's own experts class with only the experts held here.
+        rows: (n, hidden) in the compute dtype.
+        slots: (n, top_k) int64, the expert of each route; -1 where it is not held here.
+        weights: (n, top_k) float32 or the compute dtype.
+        may_wait: whether the CPU may read values from the device, which on a GPU waits for all queued work. If so,
+            absent routes are removed. If not, they are sorted behind all groups, where no product reads or writes
+            them, and masked at the end; a slot above the last expert then also counts as absent.
+
+    Returns:
+        (n, hidden) float32: for each row the weighted sum over its experts.
     """
+    module: Any = experts
+    top_k = slots.shape[1]
+    weight = up_weight(module)
+    # Packed weights are unpacked expert by expert, so the CPU has to know which experts are hit.
+    sort = _sort_and_cut if may_wait or isinstance(weight, tuple) else sort_without_waiting
+    slot_of_route, route, offsets, absent = sort(slots.reshape(-1), first_tensor(weight).shape[0])
 
-    name = "grouped"
+    values = _grouped_linear(rows[route // top_k], weight, offsets, module.is_transposed)
+    if module.has_bias:
+        bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
+        values += bias[slot_of_route]
+    values = module._apply_gate(values) if module.has_gate else module.act_fn(values)
+    values = _grouped_linear(values, module.down_proj, offsets, module.is_transposed)
+    if module.has_bias:
+        values += module.down_proj_bias[slot_of_route]
+    if module.has_post_expert_norm:
+        values = module.post_expert_norm(values)
+    values = values * weights.reshape(-1)[route].unsqueeze(-1)
+    if absent is not None:
+        values = values.masked_fill_(absent.unsqueeze(-1), 0)
 
-    def __init__(self, *, may_wait: bool = True) -> None:
-        """Args: may_wait: whether the CPU may read values from the device, which on a GPU waits for all queued work.
-
-        If so, absent routes are removed. If not, they are sorted behind all groups, where no product reads or writes
-        them, and masked at the end; a slot above the last expert then also counts as absent.
-        """
-        self._sort = _sort_and_cut if may_wait else sort_without_waiting
-
-    def __call__(
-        self, experts: nn.Module, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Runs rows through their experts.
-
-        Args:
-            experts: the model's own experts class with only the experts held here.
-            rows: (n, hidden) in the compute dtype.
-            slots: (n, top_k) int64, the expert of each route; -1 where it is not held here.
-            weights: (n, top_k) float32 or the compute dtype.
-
-        Returns:
-            (n, hidden) float32: for each row the weighted sum over its experts.
-        """
-        module: Any = experts
-        top_k = slots.shape[1]
-        weight = up_weight(module)
-        # Packed weights are unpacked expert by expert, so the CPU has to know which experts are hit.
-        sort = _sort_and_cut if isinstance(weight, tuple) else self._sort
-        slot_of_route, route, offsets, absent = sort(slots.reshape(-1), first_tensor(weight).shape[0])
-
-        values = _grouped_linear(rows[route // top_k], weight, offsets, module.is_transposed)
-        if module.has_bias:
-            bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
-            values += bias[slot_of_route]
-        values = module._apply_gate(values) if module.has_gate else module.act_fn(values)
-        values = _grouped_linear(values, module.down_proj, offsets, module.is_transposed)
-        if module.has_bias:
-            values += module.down_proj_bias[slot_of_route]
-        if module.has_post_expert_norm:
-            values = module.post_expert_norm(values)
-        values = values * weights.reshape(-1)[route].unsqueeze(-1)
-        if absent is not None:
-            values = values.masked_fill_(absent.unsqueeze(-1), 0)
-
-        # Absent routes are zero: experts that this server does not hold add nothing to the sum.
-        shape = (slots.numel(), values.shape[1])
-        by_route = values.new_empty(shape) if len(route) == slots.numel() else values.new_zeros(shape)
-        by_route[route] = values
-        return by_route.view(rows.shape[0], top_k, -1).sum(dim=1, dtype=torch.float32)
+    # Absent routes are zero: experts that this server does not hold add nothing to the sum.
+    shape = (slots.numel(), values.shape[1])
+    by_route = values.new_empty(shape) if len(route) == slots.numel() else values.new_zeros(shape)
+    by_route[route] = values
+    return by_route.view(rows.shape[0], top_k, -1).sum(dim=1, dtype=torch.float32)
 
 
-class _Sorted(NamedTuple):
+class SortedRoutes(NamedTuple):
     """Routes sorted by slot: slots (routes,), route numbers (routes,), the end of each expert's group (n_experts,)
     int32, and a mask of the absent routes (routes,), or None if absent routes were removed."""
 
@@ -83,23 +72,23 @@ class _Sorted(NamedTuple):
     absent: torch.Tensor | None
 
 
-def _sort_and_cut(slots: torch.Tensor, n_experts: int) -> _Sorted:
+def _sort_and_cut(slots: torch.Tensor, n_experts: int) -> SortedRoutes:
     sorted_slots, routes = torch.sort(slots)
     n_absent = int((sorted_slots < 0).sum())
     if n_absent:
         sorted_slots, routes = sorted_slots[n_absent:], routes[n_absent:]
     offsets = torch.bincount(sorted_slots, minlength=n_experts).cumsum(0, dtype=torch.int32)
-    return _Sorted(sorted_slots, routes, offsets, None)
+    return SortedRoutes(sorted_slots, routes, offsets, None)
 
 
-def sort_without_waiting(slots: torch.Tensor, n_experts: int) -> _Sorted:
+def sort_without_waiting(slots: torch.Tensor, n_experts: int) -> SortedRoutes:
     """Sorts (routes,) slots without reading from the device; slots that do not exist come last, behind all groups."""
     exists = (slots >= 0) & (slots < n_experts)
     sorted_slots, routes = torch.sort(torch.where(exists, slots, n_experts))
     # torch.bincount would wait for the device to learn the length of its result.
     experts = torch.arange(n_experts, device=slots.device)
     offsets = torch.searchsorted(sorted_slots, experts, right=True, out_int32=True)
-    return _Sorted(sorted_slots.clamp(max=n_experts - 1), routes, offsets, sorted_slots == n_experts)
+    return SortedRoutes(sorted_slots.clamp(max=n_experts - 1), routes, offsets, sorted_slots == n_experts)
 
 
 def _grouped_linear(values: torch.Tensor, weight: Weights, offsets: torch.Tensor, is_transposed: bool) -> torch.Tensor:

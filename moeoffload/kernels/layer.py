@@ -10,7 +10,7 @@ from torch import nn
 
 from moeoffload.config import Kernel
 from moeoffload.kernels.calls import SlotError
-from moeoffload.kernels.grouped import GroupedKernel
+from moeoffload.kernels.grouped import grouped_experts
 from moeoffload.kernels.packing import dtype_of, first_tensor, hidden_of, up_weight, why_not
 from moeoffload.kernels.tiled import KernelInput, TiledExperts, contiguous
 from moeoffload.kernels.triton_experts import TritonExperts, few_rows_kernel
@@ -43,8 +43,7 @@ class LayerKernels:
         module: Any = experts
         self._experts = module
         self._workspace = workspace or KernelWorkspace()
-        self._grouped = GroupedKernel(may_wait=first_tensor(module.down_proj).device.type == "cpu")
-        self._few_rows = few_rows_kernel(experts) if kernel == "auto" else None
+        self._triton = few_rows_kernel(experts) if kernel == "auto" else None
         self.falls_back = "chosen" if kernel == "grouped" else why_not(experts)
         if kernel == "tiled" and self.falls_back:
             raise ValueError(f"these experts cannot be computed by the tiled kernel: {self.falls_back}")
@@ -54,22 +53,21 @@ class LayerKernels:
         self.hidden = hidden_of(experts)
         if self.falls_back is None:
             self._tiled = TiledExperts(experts)
-        is_tiled = self.falls_back is None and self._few_rows is None
+        is_tiled = self.falls_back is None and self._triton is None
         self.is_batch_invariant = is_tiled and self._tiled.is_batch_invariant
 
     def kernel_for(self, n_rows: int) -> str:
         """Returns the name of the kernel that serves a call of ``n_rows`` rows."""
-        if self._few_rows is not None and n_rows <= self._few_rows.most_rows:
-            return self._few_rows.name
+        if self._triton_for(n_rows) is not None:
+            return "triton"
         return "grouped" if self.falls_back else "tiled"
 
     def reserve(self, max_rows: int, top_k: int) -> None:
         """Makes the workspace large enough for calls of up to ``max_rows`` rows, and compiles Triton programs."""
         if self.falls_back is None:
-            for n_rows in (1, max_rows):
-                self._workspace.arena(self._tiled.shape, n_rows, top_k)
-        if self._few_rows is not None:
-            self._few_rows.warm_up(top_k, max_rows)
+            self._workspace.reserve(self._tiled.shape, max_rows, top_k)
+        if self._triton is not None:
+            self._triton.warm_up(top_k, max_rows)
 
     def __call__(self, call: KernelInput, workspace: KernelWorkspace | None = None) -> None:
         """Runs rows through their experts.
@@ -84,11 +82,12 @@ class LayerKernels:
         self._check(call)
         if not call.slots.numel():
             call.out.zero_()
-        elif (few_rows := self._few_rows_kernel(call)) is not None:
-            few_rows(*call)
+        elif (triton := self._triton_for(len(call.slots))) is not None:
+            triton(*call)
         elif self.falls_back:
-            self._check_slots(call.slots)
-            call.out.copy_(self._grouped(self._experts, *call[:3]))
+            rows, slots, weights, out = call
+            self._check_slots(slots)
+            out.copy_(grouped_experts(self._experts, rows, slots, weights, may_wait=slots.is_cpu))
         else:
             self._tiled.run(contiguous(call), workspace or self._workspace)
 
@@ -100,16 +99,16 @@ class LayerKernels:
         touched before the end. The grouped kernel and those of a GPU cannot be sliced and make one slice.
         Raises SlotError, ValueError: see `__call__`.
         """
-        if self.falls_back or self._few_rows_kernel(call) is not None or not call.slots.numel():
+        if self.falls_back or self._triton_for(len(call.slots)) is not None or not call.slots.numel():
             self(call)
             yield
         else:
             self._check(call)
             yield from self._tiled.in_slices(contiguous(call), workspace or self._workspace)
 
-    def _few_rows_kernel(self, call: KernelInput) -> TritonExperts | None:
-        few_rows = self._few_rows
-        return few_rows if few_rows is not None and call.slots.shape[0] <= few_rows.most_rows else None
+    def _triton_for(self, n_rows: int) -> TritonExperts | None:
+        triton = self._triton
+        return triton if triton is not None and n_rows <= triton.most_rows else None
 
     def _check_slots(self, slots: torch.Tensor) -> None:
         if slots.is_cpu and slots.numel() and (slots.min() < -1 or slots.max() >= self.n_experts):

@@ -180,6 +180,14 @@ class KernelMatrix:
         self.addresses = 0, ctypes.addressof(self._parts)
 
 
+def section_starts(part: PackedWeights) -> tuple[int, int, int, int, int]:
+    """Returns the bytes at which the sections of a row begin that follow its codes; 0 for those that it lacks."""
+    places = part.format.sections(part.n_in)
+    names = ("high", "factors", "min_factors", "scales", "offsets")
+    high, factors, min_factors, scales, offsets = (places[name].start if name in places else 0 for name in names)
+    return high, factors, min_factors, scales, offsets
+
+
 def _is_whole(part: PackedWeights) -> bool:
     form, (n_experts, n_out, n_in) = part.format, part.shape
     whole = part.data.shape[2] == form.row_bytes(n_in) and part.data.is_contiguous()
@@ -195,14 +203,13 @@ def _describe(part: PackedWeights) -> Matrix:
     kind = _KINDS[form.codes] if part.in_tiles else 0
     if kind and table == tuple(range(16)):
         kind = _UINT4
-    places = {name: place.start for name, place in form.sections(part.n_in).items()}
     return Matrix(
         part.data.data_ptr(),
         0 if part.scales is None else part.scales.data_ptr(),
         *(part.shape[1], part.n_in, part.data.shape[2], form.codes, form.scales, form.offsets),
         form.group.bit_length() - 1 if form.group else 62,
         *(form.n_groups(part.n_in), form.shared_rows),
-        *(places.get(name, 0) for name in ("high", "factors", "min_factors", "scales", "offsets")),
+        *section_starts(part),
         (ctypes.c_float * 16)(*(form.levels or ())),
         *(kind, zero.bit_length() - 1 if zero else _NO_ZERO, unit),
         (ctypes.c_uint8 * 16)(*table),

@@ -16,7 +16,7 @@ from moeoffload.kernels.activation import Activation, recognise
 from moeoffload.kernels.calls import DTYPE_CODES, Layer, SlotError, Step
 from moeoffload.kernels.packing import KernelMatrix, dtype_of, rows_in_place
 from moeoffload.kernels.threads import parallel_address, threads_for
-from moeoffload.kernels.workspace import Arena, KernelWorkspace, LayerShape
+from moeoffload.kernels.workspace import KernelWorkspace, LayerShape
 
 SLICE_S: Final = 2.5e-3
 """Target duration of a slice of a projection, and so the longest wait of a small request for the current slice."""
@@ -75,16 +75,17 @@ class TiledExperts:
         self._layer.up_bias, self._layer.down_bias = [bias.data_ptr() for bias in self._biases] or (0, 0)
         self._layer_address = ctypes.addressof(self._layer)
         self._run = library.moe_experts
+        is_packed = self._layer.up_parts or self._layer.down_parts
         self.shape = LayerShape(
             n_experts,
             hidden,
             inter,
             up_columns,
             dtype.itemsize,
-            library.moe_operand_bytes(code, features, hidden),
-            library.moe_operand_bytes(code, features, inter),
+            library.moe_operand_bytes(hidden),
+            library.moe_operand_bytes(inter),
             bool(library.moe_uses_matrix_unit(self._layer_address)),
-            library.moe_scratch_bytes(self._layer_address),
+            library.moe_scratch_bytes(code, max(hidden, inter)) if is_packed else 0,
         )
         self._expert_bytes = (up.nbytes + down.nbytes) // n_experts
         self.is_fused = not self._experts.has_post_expert_norm and recognise(experts) == _GATED_SILU
@@ -94,45 +95,44 @@ class TiledExperts:
 
     def run(self, inputs: KernelInput, workspace: KernelWorkspace) -> None:
         """See `LayerKernels`; the caller has checked everything but the slots, and made inputs `contiguous`."""
-        arena = self._fill(inputs, workspace)
+        self._fill(inputs, workspace)
         if self.is_fused:
-            self._compute(arena, Step.ALL)
+            self._compute(workspace, Step.ALL)
             return
-        self._compute(arena, Step.PLAN)
-        self._compute(arena, Step.UP)
-        self._activate(arena)
-        self._compute(arena, Step.DOWN)
-        self._sum(arena)
+        self._compute(workspace, Step.PLAN | Step.UP)
+        self._activate(workspace)
+        self._compute(workspace, Step.DOWN)
+        self._sum(workspace)
 
     def in_slices(self, inputs: KernelInput, workspace: KernelWorkspace) -> Iterator[None]:
         """See `LayerKernels.in_slices`; the caller has done what `run` needs."""
-        arena = self._fill(inputs, workspace)
-        call = arena.call
-        self._compute(arena, Step.PLAN)
-        yield from self._project(arena, _UP_AND_ACTIVATE if self.is_fused else Step.UP)
+        self._fill(inputs, workspace)
+        call = workspace.call
+        self._compute(workspace, Step.PLAN)
+        yield from self._project(workspace, _UP_AND_ACTIVATE if self.is_fused else Step.UP)
         if not self.is_fused:
             # Not sliced: torch's bits may depend on which rows are computed together.
             call.begin, call.end = 0, call.n_present
-            self._activate(arena)
+            self._activate(workspace)
             yield
-        yield from self._project(arena, Step.DOWN)
+        yield from self._project(workspace, Step.DOWN)
         if self._experts.has_post_expert_norm:
-            self._sum(arena)
+            self._sum(workspace)
             return
         n_rows = call.n_rows
         for call.begin_row in range(0, n_rows, SLICE_ROWS):
             call.end_row = min(call.begin_row + SLICE_ROWS, n_rows)
-            self._compute(arena, Step.SUM)
+            self._compute(workspace, Step.SUM)
             yield
 
-    def _project(self, arena: Arena, steps: Step) -> Iterator[None]:
+    def _project(self, workspace: KernelWorkspace, steps: Step) -> Iterator[None]:
         """Computes a projection in slices, sized by the times of earlier slices to take about SLICE_S each."""
-        call, shape = arena.call, self.shape
+        call, shape = workspace.call, self.shape
         first = (ctypes.c_int32 * (call.n_hit + 1)).from_address(call.first)
         matrix_bytes = shape.hidden * (shape.up_columns if steps & Step.UP else shape.inter) * shape.item_bytes
         group = end = 0
         while end < call.n_present:
-            begin, reads, most = end, 0.0, SLICE_S / (matrix_bytes * arena.byte_s)
+            begin, reads, most = end, 0.0, SLICE_S / (matrix_bytes * workspace.byte_s)
             while end < call.n_present and reads < most:
                 end, n_reads = self._piece(end, first[group + 1], most - reads)
                 reads += n_reads
@@ -141,10 +141,10 @@ class TiledExperts:
                 group += 1
             call.begin, call.end = begin, end
             started = perf_counter()
-            self._compute(arena, steps)
+            self._compute(workspace, steps)
             # Clipped, so that one slice delayed by other work does not make many later slices tiny.
             took_s = min(perf_counter() - started, 2 * SLICE_S)
-            arena.byte_s += _NEWEST * (took_s / (reads * matrix_bytes) - arena.byte_s)
+            workspace.byte_s += _NEWEST * (took_s / (reads * matrix_bytes) - workspace.byte_s)
             yield
 
     def _piece(self, begin: int, last: int, most: float) -> tuple[int, float]:
@@ -154,44 +154,42 @@ class TiledExperts:
         end = min(last, begin + PIECE_ROUTES * max(1, int(most * at_once / PIECE_ROUTES)))
         return end, max(1.0, (end - begin) / at_once)
 
-    def _fill(self, inputs: KernelInput, workspace: KernelWorkspace) -> Arena:
-        """Fills in the call structure with contiguous tensors; returns its arena."""
+    def _fill(self, inputs: KernelInput, workspace: KernelWorkspace) -> None:
+        """Fills in the call structure with contiguous tensors."""
         rows, slots, weights, out = inputs
         n_rows, top_k = slots.shape
-        arena = workspace.arena(self.shape, n_rows, top_k)
-        call = arena.call
+        workspace.reserve(self.shape, n_rows, top_k)
+        call = workspace.call
         call.layer = self._layer_address
         call.rows, call.slots, call.weights = rows.data_ptr(), slots.data_ptr(), weights.data_ptr()
-        call.out, call.values = out.data_ptr(), arena.buffers["values"].data_ptr()
+        call.out, call.values = out.data_ptr(), workspace.buffers["values"].data_ptr()
         call.n_rows, call.top_k = n_rows, top_k
         call.weights_are_f32 = weights.dtype == torch.float32
         n_threads = threads_for(min(n_rows * top_k, self.shape.n_experts) * self._expert_bytes)
-        call.n_threads = min(n_threads, arena.most_threads(self.shape))
+        call.n_threads = min(n_threads, workspace.most_threads(self.shape))
         call.parallel = parallel_address() if call.n_threads > 1 else 0
-        return arena
 
-    def _compute(self, arena: Arena, steps: Step) -> None:
-        arena.call.steps = steps
-        if self._run(arena.address) >= 0:  # the first route whose slot does not exist
+    def _compute(self, workspace: KernelWorkspace, steps: Step) -> None:
+        workspace.call.steps = steps
+        if self._run(workspace.address) >= 0:  # the first route whose slot does not exist
             raise SlotError(self.shape.n_experts)
 
-    def _activate(self, arena: Arena) -> None:
+    def _activate(self, workspace: KernelWorkspace) -> None:
         """Applies the module's own activation or gate, in torch."""
-        module, call = self._experts, arena.call
-        values = arena.values((call.n_present, self.shape.up_columns), self._dtype)
+        module, call = self._experts, workspace.call
+        values = workspace.values((call.n_present, self.shape.up_columns), self._dtype)
         activated = (module._apply_gate(values) if module.has_gate else module.act_fn(values)).contiguous()
         call.values = activated.data_ptr()
-        self._compute(arena, Step.TAKE)
-        call.values = arena.buffers["values"].data_ptr()
+        self._compute(workspace, Step.TAKE)
+        call.values = workspace.buffers["values"].data_ptr()
 
-    def _sum(self, arena: Arena) -> None:
+    def _sum(self, workspace: KernelWorkspace) -> None:
         """Computes the weighted sum, after the module's norm if it has one."""
         if self._experts.has_post_expert_norm:
-            values = arena.values((arena.call.n_present, self.shape.hidden), self._dtype)
+            values = workspace.values((workspace.call.n_present, self.shape.hidden), self._dtype)
             values = self._experts.post_expert_norm(values).contiguous()
-            arena.call.values = values.data_ptr()
-        self._compute(arena, Step.SUM)
-        arena.call.values = arena.buffers["values"].data_ptr()
+            workspace.call.values = values.data_ptr()
+        self._compute(workspace, Step.SUM)
 
 
 def contiguous(call: KernelInput) -> KernelInput:

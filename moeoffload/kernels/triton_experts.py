@@ -137,14 +137,12 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 class TritonExperts:
     """Computes one layer's experts, plain or packed, with the programs of `moeoffload.kernels.triton_ops`.
 
-    Checked against a float32 reference and `GroupedKernel` in Triton's interpreter, and compiled for sm_80 to sm_120;
+    Checked against a float32 reference and `grouped_experts` in Triton's interpreter, and compiled for sm_80 to sm_120;
     not run on a GPU.
 
     Attributes:
         most_rows: rows of the largest call for which this kernel is used; other kernels are faster above.
     """
-
-    name = "triton"
 
     def __init__(self, experts: nn.Module) -> None:
         """Reads the layout.
@@ -163,13 +161,12 @@ class TritonExperts:
         self._activation: Activation = activation
         self.dtype, self.device = dtype_of(experts), first_tensor(module.down_proj).device
         is_packed = isinstance(module.down_proj, tuple)
-        self._up, (self._down,) = _matrices(up_weight(module), module), _matrices(module.down_proj, module)
+        self._up, self._down = _matrices(up_weight(module), module), _matrices(module.down_proj, module)
         self._up_bias = _bias(module, "gate_up_proj_bias" if module.has_gate else "up_proj_bias")
         self._down_bias = _bias(module, "down_proj_bias")
         down = module.down_proj[0] if is_packed else rows_first(module.down_proj, module)
-        self.n_experts: int = down.shape[0]
-        self.hidden: int = down.shape[1]
-        self.inter: int = down.shape[2]
+        shape: torch.Size = down.shape
+        self.n_experts, self.hidden, self.inter = shape
         self._up_columns = self.inter * (2 if module.has_gate else 1)
         is_transposed = module.is_transposed and not is_packed
         self._tile_columns = _TRANSPOSED_TILE_COLUMNS if is_transposed else _TILE_COLUMNS
@@ -199,61 +196,51 @@ class TritonExperts:
 
     def _launch(self, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
         (n_rows, top_k), n_routes = slots.shape, slots.numel()
-        activation, ops = self._activation, self._ops
+        ops = self._ops
         # From torch's allocator for this stream, which does not reuse the memory of a call that is still running.
         activated = torch.empty(n_routes, self.inter, dtype=self.dtype, device=self.device)
         down = torch.empty(n_routes, self.hidden, dtype=self.dtype, device=self.device)
         by_expert, n_tiles, tile_rows = None, n_routes, MAX_ROWS
         if n_rows > MAX_ROWS:
-            by_route = sort_without_waiting(slots.view(-1), self.n_experts)
-            by_expert, tile_rows = ops.SortedRoutes(by_route.routes, by_route.offsets), _TILE_ROWS
+            by_expert, tile_rows = sort_without_waiting(slots.view(-1), self.n_experts), _TILE_ROWS
             # Upper bound, reached if every expert that is hit has one row more than its full tiles hold.
             n_tiles = (n_routes + (tile_rows - 1) * min(n_routes, self.n_experts)) // tile_rows
-        counts = (n_rows, top_k, self.n_experts, self.hidden, self.inter)
         top_k_padded = _power_of_two(top_k)
-        options: dict[str, Any] = {
-            "tile_rows": tile_rows,
-            "top_k_padded": top_k_padded,
-            "n_experts_padded": _power_of_two(self.n_experts),
-            "depth": self._depth,
-            "num_warps": _WARPS,
-            "num_stages": _STAGES,
-        }
-        (first, form), (second, second_form) = (*self._up, (None, None))[:2]
-        n_columns = self._columns(n_routes, self._up_columns)
-        ops.up_program[(n_tiles, -(-self._up_columns // n_columns))](
-            rows,
-            slots,
-            by_expert,
-            first,
-            second,
-            self._up_bias,
-            activated,
-            *counts,
-            activation.limit,
-            activation.alpha,
-            form=form,
-            second_form=second_form,
-            n_columns=n_columns,
-            function=activation.function,
-            is_gated=activation.is_gated,
-            is_interleaved=activation.is_interleaved,
-            **options,
+        projections = (
+            (rows, self._up, self._up_bias, activated, self._up_columns, self._activation),
+            (activated, self._down, self._down_bias, down, self.hidden, None),
         )
-        matrix, form = self._down
-        n_columns = self._columns(n_routes, self.hidden)
-        ops.down_program[(n_tiles, -(-self.hidden // n_columns))](
-            activated,
-            slots,
-            by_expert,
-            matrix,
-            self._down_bias,
-            down,
-            *counts,
-            form=form,
-            n_columns=n_columns,
-            **options,
-        )
+        for operands, matrices, bias, result, columns, activation in projections:
+            (first, form), (second, second_form) = (*matrices, (None, None))[:2]
+            n_columns = self._columns(n_routes, columns)
+            ops.projection_program[(n_tiles, -(-columns // n_columns))](
+                operands,
+                slots,
+                by_expert,
+                first,
+                second,
+                bias,
+                result,
+                n_rows,
+                top_k,
+                self.n_experts,
+                operands.shape[1],
+                result.shape[1],
+                activation.limit if activation else 0.0,
+                activation.alpha if activation else 0.0,
+                form=form,
+                second_form=second_form,
+                tile_rows=tile_rows,
+                top_k_padded=top_k_padded,
+                n_experts_padded=_power_of_two(self.n_experts),
+                n_columns=n_columns,
+                depth=self._depth,
+                function=activation.function if activation else None,
+                is_gated=activation is not None and activation.is_gated,
+                is_interleaved=activation is not None and activation.is_interleaved,
+                num_warps=_WARPS,
+                num_stages=_STAGES,
+            )
         ops.sum_program[(n_rows, -(-self.hidden // _SUM_COLUMNS))](
             down,
             slots,

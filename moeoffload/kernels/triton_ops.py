@@ -48,13 +48,6 @@ class Matrix(NamedTuple):
     stride_shared: int = 0
 
 
-class SortedRoutes(NamedTuple):
-    """``routes`` (n_routes,) int64: route numbers by expert; ``ends`` (n_experts,) int32: where each expert's end."""
-
-    routes: torch.Tensor
-    ends: torch.Tensor
-
-
 @triton.jit
 def _rounded(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Returns float32 values rounded to ``dtype``, as float32."""
@@ -95,8 +88,8 @@ def _routing(
         has_work = (expert >= 0) & (expert < n_experts) & (first == number)
     else:
         index = tl.arange(0, n_experts_padded)
-        end = tl.load(by_expert.ends + index, mask=index < n_experts, other=0)
-        start = tl.load(by_expert.ends + index - 1, mask=(index > 0) & (index < n_experts), other=0)
+        end = tl.load(by_expert.offsets + index, mask=index < n_experts, other=0)
+        start = tl.load(by_expert.offsets + index - 1, mask=(index > 0) & (index < n_experts), other=0)
         n_tiles = (end - start + tile_rows - 1) // tile_rows
         tiles_end = tl.cumsum(n_tiles, axis=0)
         is_mine = (number >= tiles_end - n_tiles) & (number < tiles_end)
@@ -204,19 +197,19 @@ def _gated(
 
 # Counts change from call to call and must not cause another compilation.
 @triton.jit(do_not_specialize=["n_rows", "top_k"])
-def up_program(
-    rows: tl.tensor,
+def projection_program(
+    operands: tl.tensor,
     slots: tl.tensor,
     by_expert: tl.tensor,
     first: tl.tensor,
     second: tl.tensor,
     bias: tl.tensor,
-    activated: tl.tensor,
+    out: tl.tensor,
     n_rows: tl.tensor,
     top_k: tl.tensor,
     n_experts: tl.tensor,
-    hidden: tl.tensor,
-    inter: tl.tensor,
+    length: tl.tensor,
+    n_out: tl.tensor,
     limit: tl.tensor,
     alpha: tl.tensor,
     form: tl.constexpr,
@@ -230,82 +223,44 @@ def up_program(
     is_gated: tl.constexpr,
     is_interleaved: tl.constexpr,
 ) -> None:
-    """Computes gate and up projection and activation; grid (routes or row tiles, tiles of ``n_columns`` weight
-    columns).
+    """Computes gate and up projection and activation, or the down projection, which has no ``function``; grid (routes
+    or row tiles, tiles of ``n_columns`` weight columns).
 
-    rows (n_rows, hidden); slots (n_rows, top_k) int64; by_expert: `SortedRoutes`, or None for few rows; first: `Matrix`
-    with inter columns, or twice as many if it holds gate and up; second: the `Matrix` of up if first is gate alone,
-    else None; form, second_form: `RowFormat` if they are packed; bias (n_experts, columns) or None; activated
-    (positions, inter), written.
+    operands (n_rows, length), or (positions, length) for the down projection; slots (n_rows, top_k) int64; by_expert:
+    `grouped.SortedRoutes`, or None for few rows; first: `Matrix` with n_out columns, or twice as many for gate and up;
+    second: the `Matrix` of up if first is gate alone, else None; form, second_form: `RowFormat` if they are packed;
+    bias (n_experts, columns) or None; out (positions, n_out), written.
     """
     expert, position, is_member, has_work = _routing(
         slots, by_expert, n_rows, top_k, n_experts, top_k_padded, n_experts_padded, tile_rows
     )
     if has_work:
-        dtype: tl.constexpr = activated.dtype.element_ty
-        row = position // top_k
-        n_all = inter * 2 if is_gated else inter
+        dtype: tl.constexpr = out.dtype.element_ty
+        row = position if function is None else position // top_k
+        n_all = n_out * 2 if is_gated else n_out
         if second is not None:
             column = tl.program_id(1) * (n_columns // 2) + tl.arange(0, n_columns // 2)
-            exists = column < inter
-            gate = _product(rows, row, is_member, first, expert, column, exists, hidden, form, depth)
-            up = _product(rows, row, is_member, second, expert, column, exists, hidden, second_form, depth)
+            exists = column < n_out
+            gate = _product(operands, row, is_member, first, expert, column, exists, length, form, depth)
+            up = _product(operands, row, is_member, second, expert, column, exists, length, second_form, depth)
             gate = _biased(gate, bias, expert, n_all, column, exists, dtype)
-            up = _biased(up, bias, expert, n_all, inter + column, exists, dtype)
+            up = _biased(up, bias, expert, n_all, n_out + column, exists, dtype)
             values = _gated(gate, up, limit, alpha, function, dtype)
         else:
             column = tl.program_id(1) * n_columns + tl.arange(0, n_columns)
             exists = column < n_all
             if is_gated and not is_interleaved:
-                column = (column % 2) * inter + column // 2  # gate and up alternate in the tile, however stored
-            sums = _product(rows, row, is_member, first, expert, column, exists, hidden, form, depth)
+                column = (column % 2) * n_out + column // 2  # gate and up alternate in the tile, however stored
+            sums = _product(operands, row, is_member, first, expert, column, exists, length, form, depth)
             values = _biased(sums, bias, expert, n_all, column, exists, dtype)
             if is_gated:
                 gate, up = tl.split(tl.reshape(values, (tile_rows, n_columns // 2, 2)))
                 values = _gated(gate, up, limit, alpha, function, dtype)
                 column = tl.program_id(1) * (n_columns // 2) + tl.arange(0, n_columns // 2)
-            else:
+            elif function is not None:
                 values = _rounded(_function(values, function), dtype)
-        at = activated + position[:, None] * inter + column[None, :]
-        tl.store(at, values.to(dtype), mask=is_member[:, None] & (column < inter)[None, :])
-
-
-@triton.jit(do_not_specialize=["n_rows", "top_k"])
-def down_program(
-    activated: tl.tensor,
-    slots: tl.tensor,
-    by_expert: tl.tensor,
-    matrix: tl.tensor,
-    bias: tl.tensor,
-    down: tl.tensor,
-    n_rows: tl.tensor,
-    top_k: tl.tensor,
-    n_experts: tl.tensor,
-    hidden: tl.tensor,
-    inter: tl.tensor,
-    form: tl.constexpr,
-    tile_rows: tl.constexpr,
-    top_k_padded: tl.constexpr,
-    n_experts_padded: tl.constexpr,
-    n_columns: tl.constexpr,
-    depth: tl.constexpr,
-) -> None:
-    """Computes the down projection; grid (routes or row tiles, tiles of ``n_columns`` columns).
-
-    activated (positions, inter); matrix: `Matrix` with hidden columns; bias (n_experts, hidden) or None; down
-    (positions, hidden), written; the rest as for `up_program`.
-    """
-    expert, position, is_member, has_work = _routing(
-        slots, by_expert, n_rows, top_k, n_experts, top_k_padded, n_experts_padded, tile_rows
-    )
-    if has_work:
-        dtype: tl.constexpr = down.dtype.element_ty
-        column = tl.program_id(1) * n_columns + tl.arange(0, n_columns)
-        exists = column < hidden
-        sums = _product(activated, position, is_member, matrix, expert, column, exists, inter, form, depth)
-        values = _biased(sums, bias, expert, hidden, column, exists, dtype)
-        at = down + position[:, None] * hidden + column[None, :]
-        tl.store(at, values.to(dtype), mask=is_member[:, None] & exists[None, :])
+        at = out + position[:, None] * n_out + column[None, :]
+        tl.store(at, values.to(dtype), mask=is_member[:, None] & (column < n_out)[None, :])
 
 
 @triton.jit(do_not_specialize=["top_k"])

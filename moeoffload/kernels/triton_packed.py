@@ -13,23 +13,9 @@ import triton.language as tl
 from triton.language import target_info
 
 from moeoffload.formats.mxfp4 import FORMAT as MXFP4
-from moeoffload.formats.packed import SUPER_GROUP, Codes, Offsets, PackedWeights, Scales
+from moeoffload.formats.packed import SUPER_GROUP, PackedWeights
+from moeoffload.kernels.packing import section_starts
 
-_FP8: Final = tl.constexpr(int(Codes.FP8))
-_INT8: Final = tl.constexpr(int(Codes.INT8))
-_LEVELS4: Final = tl.constexpr(int(Codes.LEVELS4))
-_UINT5: Final = tl.constexpr(int(Codes.UINT5))
-_INT6: Final = tl.constexpr(int(Codes.INT6))
-_BFLOAT16: Final = tl.constexpr(int(Codes.BFLOAT16))
-_FLOAT16: Final = tl.constexpr(int(Codes.FLOAT16))
-_FLOAT32: Final = tl.constexpr(int(Codes.FLOAT32))
-_F32: Final = tl.constexpr(int(Scales.F32))
-_F16: Final = tl.constexpr(int(Scales.F16))
-_BF16: Final = tl.constexpr(int(Scales.BF16))
-_E8M0: Final = tl.constexpr(int(Scales.E8M0))
-_NO_OFFSETS: Final = tl.constexpr(int(Offsets.NONE))
-_ZERO: Final = tl.constexpr(int(Offsets.ZERO))
-_MIN: Final = tl.constexpr(int(Offsets.MIN))
 _SUPER_GROUP: Final = tl.constexpr(SUPER_GROUP)
 _WHOLE_ROW: Final = 1 << 30
 
@@ -37,14 +23,14 @@ _WHOLE_ROW: Final = 1 << 30
 class RowFormat(NamedTuple):
     """A `PackedFormat` for rows of one length, as constants that a program is compiled for.
 
-    ``group`` is a power of two, larger than any row if a row has one scale; ``*_at`` is the byte where a section of a
-    row begins. Levels of 4-bit codes are consecutive numbers from ``first_level``, or E2M1 (OCP MX), or 16 bytes in
-    ``words``, four in each.
+    ``codes``, ``scales`` and ``offsets`` are names of `Codes`, `Scales` and `Offsets`. ``group`` is a power of two,
+    larger than any row if a row has one scale; ``*_at`` is the byte where a section of a row begins. Levels of 4-bit
+    codes are consecutive numbers from ``first_level``, or E2M1 (OCP MX), or 16 bytes in ``words``, four in each.
     """
 
-    codes: int
-    scales: int
-    offsets: int
+    codes: str
+    scales: str
+    offsets: str
     group: int
     n_groups: int
     shared_rows: int
@@ -72,21 +58,17 @@ def why_not_levels(parts: tuple[PackedWeights, ...]) -> str | None:
 
 def row_format(packed: PackedWeights) -> RowFormat:
     """Returns the format of the rows of ``packed``, for which `why_not_levels` returns None."""
-    form, sections = packed.format, packed.format.sections(packed.n_in)
-    high, factors, min_factors, scales, offsets = (
-        sections[name].start if name in sections else 0
-        for name in ("high", "factors", "min_factors", "scales", "offsets")
-    )
+    form = packed.format
     plain = RowFormat(
-        int(form.codes),
-        int(form.scales),
-        int(form.offsets),
+        form.codes.name,
+        form.scales.name,
+        form.offsets.name,
         form.group or _WHOLE_ROW,
         form.n_groups(packed.n_in),
         form.shared_rows,
         packed.n_in,
         form.row_bytes(packed.n_in),
-        *(high, factors, min_factors, scales, offsets),
+        *section_starts(packed),
     )
     if form.levels is None:
         return plain
@@ -140,7 +122,7 @@ def _values(
     depth: tl.constexpr,
 ) -> tl.tensor:
     """Returns the values of the codes before scaling, (rows, depth) float32."""
-    if form.codes == _FP8:
+    if form.codes == "FP8":
         code = _fields(at, row_exists, start, form, 8, depth)
         if target_info.cuda_capability_geq(8, 9):
             value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -149,9 +131,9 @@ def _values(
             code = code.to(tl.int32)
             value = (((code & 0x7F) << 20) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**120
             value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
-    elif form.codes == _INT8:
+    elif form.codes == "INT8":
         value = _fields(at, row_exists, start, form, 8, depth).to(tl.int8).to(tl.float32)
-    elif form.codes == _LEVELS4:
+    elif form.codes == "LEVELS4":
         code = _fields(at, row_exists, start, form, 4, depth)
         if form.first_level is not None:
             value = code.to(tl.float32) + form.first_level
@@ -164,7 +146,7 @@ def _values(
                 high = tl.where((code & 4) == 0, form.words[2], form.words[3])
                 word = tl.where((code & 8) == 0, low, high)
                 value = (word >> ((code & 3) * 8)).to(tl.int8).to(tl.float32)
-    elif form.codes == _UINT5:
+    elif form.codes == "UINT5":
         high = _fields(at + form.high_at, row_exists, start, form, 1, depth)
         value = (_fields(at, row_exists, start, form, 4, depth) | (high << 4)).to(tl.float32)
     else:
@@ -222,18 +204,18 @@ def _scales(
     group = start // form.group + tl.arange(0, n)
     exists = row_exists[:, None] & (group < form.n_groups)[None, :]
     offset = 0.0
-    if form.offsets != _NO_OFFSETS:
+    if form.offsets != "NONE":
         offset = _numbers(at, form.offsets_at, group, exists, tl.uint8, form)
     if form.shared_rows > 1:
         places = shared + (row // form.shared_rows)[:, None] * form.n_groups + group[None, :]
         scale = tl.load(places, mask=exists, other=0.0)
-    elif form.scales == _F32:
+    elif form.scales == "F32":
         scale = _numbers(at, form.scales_at, group, exists, tl.float32, form)
-    elif form.scales == _F16:
+    elif form.scales == "F16":
         scale = _numbers(at, form.scales_at, group, exists, tl.float16, form)
-    elif form.scales == _BF16:
+    elif form.scales == "BF16":
         scale = _numbers(at, form.scales_at, group, exists, tl.bfloat16, form)
-    elif form.scales == _E8M0:
+    elif form.scales == "E8M0":
         exponent = tl.load(at[:, None] + form.scales_at + group[None, :], mask=exists, other=0).to(tl.int32)
         bits = tl.where(exponent == 0, 0x00400000, exponent << 23)  # 0 is 2^-127, half the smallest normal number
         scale = tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
@@ -241,7 +223,7 @@ def _scales(
         super_group = group * form.group // _SUPER_GROUP
         scale = _numbers(at, form.scales_at, group, exists, tl.int8, form)
         scale *= _numbers(at, form.factors_at, super_group, exists, tl.float16, form)
-        if form.offsets != _NO_OFFSETS:
+        if form.offsets != "NONE":
             offset *= _numbers(at, form.min_factors_at, super_group, exists, tl.float16, form)
     return scale, offset
 
@@ -271,20 +253,20 @@ def unpacked(
     data: packed rows; shared: scales that rows share; row, row_exists: (rows,).
     """
     at = data + row.to(tl.int64) * form.row_bytes
-    if form.codes == _BFLOAT16:
+    if form.codes == "BFLOAT16":
         weights = _plain(at, row_exists, start, form, tl.bfloat16, depth)
-    elif form.codes == _FLOAT16:
+    elif form.codes == "FLOAT16":
         weights = _plain(at, row_exists, start, form, tl.float16, depth)
-    elif form.codes == _FLOAT32:
+    elif form.codes == "FLOAT32":
         weights = _plain(at, row_exists, start, form, tl.float32, depth)
     else:
         n_groups: tl.constexpr = depth // form.group if form.group < depth else 1
         scale, offset = _scales(at, shared, row, row_exists, start, form, n_groups)
         weights = _values(at, row_exists, start, form, depth)
-        if form.offsets == _ZERO:
+        if form.offsets == "ZERO":
             weights -= _spread(offset, depth)
         weights *= _spread(scale, depth)
-        if form.offsets == _MIN:
+        if form.offsets == "MIN":
             # The product is exact (11 bits of the factor, 8 of the scale, 5 of the code), so fusing changes no bit.
             weights -= _spread(offset, depth)
     return weights

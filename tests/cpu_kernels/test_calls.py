@@ -191,8 +191,7 @@ def test_a_workspace_has_room_for_more_rows_of_fewer_routes(dtype: torch.dtype) 
         inputs = random_rows(n_rows, 72, dtype), *routes(n_rows, top_k, 8)
         result = call(layer, *inputs)
         assert torch.equal(result, call(LayerKernels(gated_experts(8, 72, 32, dtype), kernel="tiled"), *inputs))
-        arena = workspace.arena(layer._tiled.shape, n_rows, top_k)
-        assert arena.buffers["operands"].numel() >= n_rows * 72 * dtype.itemsize
+        assert workspace.buffers["operands"].numel() >= n_rows * 72 * dtype.itemsize
 
 
 @pytest.fixture
@@ -238,9 +237,9 @@ class Slices:
         monkeypatch.setattr(tiled, "perf_counter", lambda: self._now)
         monkeypatch.setattr(tiled.TiledExperts, "_compute", lambda *call: self._record(*call))
 
-    def _record(self, experts: Any, arena: Any, steps: calls.Step) -> None:
-        self._compute(experts, arena, steps)
-        n_routes = arena.call.end - arena.call.begin
+    def _record(self, experts: Any, workspace: Any, steps: calls.Step) -> None:
+        self._compute(experts, workspace, steps)
+        n_routes = workspace.call.end - workspace.call.begin
         if steps & calls.Step.UP:
             self.up.append(n_routes)
             self._now += 0.2e-3 * n_routes

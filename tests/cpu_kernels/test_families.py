@@ -16,7 +16,7 @@ from synthetic import TINY_FAMILIES
 from torch import nn
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.kernels import GroupedKernel, LayerKernels
+from moeoffload.kernels import LayerKernels, grouped_experts
 
 from .experts import DTYPES, call, gated_experts, random_rows, routes, transformers_result
 
@@ -37,7 +37,7 @@ def test_family(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
         rows = random_rows(n_rows, checkpoint.hidden_size, dtype, seed=n_rows)
         slots, weights = routes(n_rows, 3, 5, seed=n_rows, absent=0.3)
         inputs += [(rows, slots, weights), (rows, slots, weights.to(dtype))]
-    before = [GroupedKernel()(experts, *some) for some in inputs]
+    before = [grouped_experts(experts, *some) for some in inputs]
     values = {name: parameter.clone() for name, parameter in experts.named_parameters()}
 
     layer = LayerKernels(experts, kernel="tiled")
@@ -45,7 +45,7 @@ def test_family(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(call(layer, *some), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for name, parameter in experts.named_parameters():
         assert torch.equal(parameter, values[name])
-    after = GroupedKernel()(experts, *inputs[-1])
+    after = grouped_experts(experts, *inputs[-1])
     torch.testing.assert_close(after, before[-1], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
@@ -63,7 +63,7 @@ def test_norm_after_each_expert_and_no_gate() -> None:
     experts.post_expert_norm = nn.RMSNorm(64, dtype=torch.bfloat16).requires_grad_(False)
     rows = random_rows(6, 64, torch.bfloat16)
     slots, weights = routes(6, 2, 4, absent=0.2)
-    expected = GroupedKernel()(experts, rows, slots, weights)
+    expected = grouped_experts(experts, rows, slots, weights)
     ours = call(LayerKernels(experts, kernel="tiled"), rows, slots, weights)
     torch.testing.assert_close(ours, expected, rtol=2**-6, atol=2**-6)
 

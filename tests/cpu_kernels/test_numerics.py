@@ -7,7 +7,7 @@ import torch
 from experts_modules import reference
 
 from moeoffload import native
-from moeoffload.kernels import GroupedKernel, LayerKernels
+from moeoffload.kernels import LayerKernels, grouped_experts
 from moeoffload.native import Features, cpu_features
 
 from .experts import (
@@ -73,7 +73,7 @@ def test_grouped_choice_has_transformers_bits(dtype: torch.dtype) -> None:
     for route_weights in (weights, weights.to(dtype)):
         ours = call(layer, rows, slots, route_weights)
         assert torch.equal(ours.to(dtype), transformers_result(experts, rows, slots, route_weights))
-        assert torch.equal(ours, GroupedKernel()(experts, rows, slots, route_weights))
+        assert torch.equal(ours, grouped_experts(experts, rows, slots, route_weights))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -17,8 +17,8 @@ from synthetic import TINY_FAMILIES
 from moeoffload import native
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights, Scales
-from moeoffload.kernels import GroupedKernel, KernelInput, LayerKernels
-from moeoffload.kernels.packed_linear import PackedLinear
+from moeoffload.kernels import KernelInput, LayerKernels, grouped_experts
+from moeoffload.kernels.dense import PackedLinear
 from moeoffload.native import Features
 
 from .experts import DTYPES, call, few_row_linear, gated_experts, instruction_sets, random_rows, routes, threads
@@ -169,7 +169,7 @@ def test_grouped_kernel_unpacks(dtype: torch.dtype) -> None:
     assert (layer.n_experts, layer.hidden, layer.dtype) == (4, 288, dtype)
     for n_rows in (1, 40):
         inputs = (random_rows(n_rows, 288, dtype), *routes(n_rows, 2, 4, absent=0.2))
-        assert torch.equal(call(layer, *inputs), GroupedKernel()(plain, *inputs))
+        assert torch.equal(call(layer, *inputs), grouped_experts(plain, *inputs))
 
 
 def test_combinations_without_a_kernel_fall_back() -> None:
@@ -178,7 +178,7 @@ def test_combinations_without_a_kernel_fall_back() -> None:
     layer = LayerKernels(packed)
     assert layer.falls_back == "odd: groups of 48 weights; weights are unpacked in every call"
     inputs = (random_rows(5, 96, torch.bfloat16), *routes(5, 2, 3))
-    assert torch.equal(call(layer, *inputs), GroupedKernel()(plain, *inputs))
+    assert torch.equal(call(layer, *inputs), grouped_experts(plain, *inputs))
     with pytest.raises(ValueError, match="groups of 48"):
         LayerKernels(packed, kernel="tiled")
     linear = PackedLinear(random_packed(odd, 1, 32, 96))

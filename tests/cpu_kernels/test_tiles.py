@@ -12,8 +12,7 @@ from moeoffload import native
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights
 from moeoffload.formats.tiles import can_tile
 from moeoffload.kernels import KernelInput, LayerKernels, calls
-from moeoffload.kernels.dense import FewRowLinear
-from moeoffload.kernels.packed_linear import PackedLinear
+from moeoffload.kernels.dense import FewRowLinear, PackedLinear
 from moeoffload.native import Features
 
 from .experts import EPSILON, call, gated_experts, instruction_sets, random_rows, routes, threads

@@ -12,7 +12,7 @@ from torch import nn
 from moeoffload import native
 from moeoffload.errors import ModelError
 from moeoffload.formats import quantise
-from moeoffload.kernels import GroupedKernel, KernelInput, LayerKernels, calls, threads
+from moeoffload.kernels import KernelInput, LayerKernels, calls, grouped_experts, threads
 from moeoffload.kernels.attention import takes_many
 from moeoffload.kernels.fast_dense import accelerate_dense
 
@@ -40,7 +40,7 @@ def test_experts_fall_back_to_the_grouped_kernel(caplog: pytest.LogCaptureFixtur
     inputs = (random_rows(5, 64, torch.bfloat16), *routes(5, 2, 4, absent=0.2))
     assert layers[0].falls_back == "CPU kernels are not built"
     assert layers[0].kernel_for(1) == "grouped"
-    assert torch.equal(call(layers[0], *inputs), GroupedKernel()(experts, *inputs))
+    assert torch.equal(call(layers[0], *inputs), grouped_experts(experts, *inputs))
     out = torch.empty(5, 64)
     assert sum(1 for _ in layers[1].in_slices(KernelInput(*inputs, out))) == 1
     assert torch.equal(out, call(layers[0], *inputs))

@@ -7,6 +7,7 @@ is sm_90; one that follows ``-`` compiles only some of the programs (``bf16 90 -
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from moeoffload.kernels import triton_ops
 from moeoffload.kernels.triton_experts import TritonExperts
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-PROGRAMS = ("up_program", "down_program", "sum_program")
+LAUNCHES = ("up", "down", "sum")
 PLAIN = (("silu", 16), ("silu", 1), ("gpt_oss", 1), ("silu", 40))
 PACKED = ("fp8 blocks", "int8 BF16 0", "mxfp4", "int4 F16 128 ZERO", "iq4_xs", "q4_k", "q5_k", "q6_k")
 WIDTH = 2304
@@ -33,17 +34,14 @@ WIDTH = 2304
 
 
 class OnlyCompiled:
-    """Stands for a program: what it would launch is compiled instead, with the same arguments and options."""
+    """Stands for a program: notes what would be launched, for compiling it with the same arguments and options."""
 
-    def __init__(self, program: Any) -> None:
-        self._program = program
-        self.is_wanted = True
-        self.compiled: Any = None
+    def __init__(self, program: Any, launches: list[Callable[[], Any]]) -> None:
+        self._program, self._launches = program, launches
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **options: Any) -> None:
-            if self.is_wanted:
-                self.compiled = self._program.warmup(*arguments, grid=grid, **options)
+            self._launches.append(functools.partial(self._program.warmup, *arguments, grid=grid, **options))
 
         return launch
 
@@ -52,24 +50,26 @@ def compile_all(dtype: torch.dtype, *, only_some: bool) -> Iterator[tuple[str, A
     """Name and compiled program, for few and many rows, wide and narrow tiles, and all layouts of the weights."""
     for kind, n_rows in PLAIN[-1:] if only_some else PLAIN:
         experts = TritonExperts(make_experts(kind, n_experts=8, hidden=256, inter=256, dtype=dtype))
-        yield from _compiled(experts, n_rows, f"{kind} of {n_rows} rows", PROGRAMS)
+        yield from _compiled(experts, n_rows, f"{kind} of {n_rows} rows", LAUNCHES)
     for name in ("fp8 blocks", "q4_k") if only_some else PACKED:
         packed, _ = make_packed("silu", (BY_NAME[name],), (1, WIDTH, WIDTH), dtype)
-        yield from _compiled(TritonExperts(packed), 16, name, PROGRAMS[1:2])
+        yield from _compiled(TritonExperts(packed), 16, name, LAUNCHES[1:2])
         if name == "q4_k":
-            yield from _compiled(TritonExperts(packed), 40, "q4_k of 40 rows", PROGRAMS[:1])
+            yield from _compiled(TritonExperts(packed), 40, "q4_k of 40 rows", LAUNCHES[:1])
 
 
 def _compiled(experts: TritonExperts, n_rows: int, name: str, wanted: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     experts._n_processors = 16
-    programs = {program: OnlyCompiled(getattr(triton_ops, program)) for program in PROGRAMS}
-    for program in set(PROGRAMS) - set(wanted):
-        programs[program].is_wanted = False
-    experts._ops = SimpleNamespace(SortedRoutes=triton_ops.SortedRoutes, **programs)  # type: ignore[assignment]
+    launches: list[Callable[[], Any]] = []
+    experts._ops = SimpleNamespace(  # type: ignore[assignment]
+        projection_program=OnlyCompiled(triton_ops.projection_program, launches),
+        sum_program=OnlyCompiled(triton_ops.sum_program, launches),
+    )
     rows, slots = torch.zeros(n_rows, experts.hidden, dtype=experts.dtype), torch.zeros(n_rows, 4, dtype=torch.int64)
     experts(rows, slots, torch.zeros(n_rows, 4), torch.zeros(n_rows, experts.hidden))
-    for program in wanted:
-        yield f"{program} {name}", programs[program].compiled
+    for launched, compile_it in zip(LAUNCHES, launches, strict=True):
+        if launched in wanted:
+            yield f"{launched}_program {name}", compile_it()
 
 
 def resources(compiled: Any) -> dict[str, int]:

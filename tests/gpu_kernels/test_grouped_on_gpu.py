@@ -6,7 +6,7 @@ import pytest
 import torch
 from experts_modules import make_experts
 
-from moeoffload.kernels import GroupedKernel, KernelInput
+from moeoffload.kernels import KernelInput, grouped_experts
 from moeoffload.kernels.layer import LayerKernels
 from moeoffload.kernels.triton_experts import why_not_triton
 
@@ -26,10 +26,10 @@ def test_not_waiting_changes_no_bit(kind: str, dtype: torch.dtype, n_rows: int) 
         slots = torch.where(torch.rand(slots.shape, generator=generator) < absent, -1, slots)
         # Memory that no product writes is more often zero than not: this makes it stand out.
         torch.full((n_rows * 3 * 64,), float("nan"), dtype=dtype)
-        expected = GroupedKernel()(experts, rows, slots, weights)
-        assert torch.equal(GroupedKernel(may_wait=False)(experts, rows, slots, weights), expected)
+        expected = grouped_experts(experts, rows, slots, weights)
+        assert torch.equal(grouped_experts(experts, rows, slots, weights, may_wait=False), expected)
         beyond = torch.where(slots < 0, 6, slots)
-        assert torch.equal(GroupedKernel(may_wait=False)(experts, rows, beyond, weights), expected)
+        assert torch.equal(grouped_experts(experts, rows, beyond, weights, may_wait=False), expected)
 
 
 @pytest.mark.parametrize("kind", ["silu", "ungated-relu2", "gpt_oss"])
@@ -41,7 +41,7 @@ def test_no_value_is_read_by_the_host(kind: str) -> None:
     weights = torch.empty(5, 3, device="meta")
     LayerKernels(experts)(KernelInput(rows, slots, weights, torch.empty(5, 64, device="meta")))
     with pytest.raises((RuntimeError, NotImplementedError)):
-        GroupedKernel()(experts, rows, slots, weights)
+        grouped_experts(experts, rows, slots, weights)
 
 
 def test_nothing_but_a_gpu_gets_the_triton_kernel() -> None:
@@ -66,5 +66,5 @@ def test_a_gpu_layer_takes_the_triton_kernel_for_few_rows() -> None:
             layer(KernelInput(rows, slots, weights, out))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        expected = GroupedKernel()(experts, rows, slots, weights)
+        expected = grouped_experts(experts, rows, slots, weights)
         assert (out - expected).abs().max() <= 0.02 * expected.abs().max()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from experts_modules import make_experts, reference
 
-from moeoffload.kernels import GroupedKernel
+from moeoffload.kernels import grouped_experts
 from moeoffload.kernels.activation import recognise
 from moeoffload.kernels.triton_experts import MAX_ROWS, TritonExperts, why_no_program_runs
 
@@ -73,7 +73,7 @@ def test_roundings_are_those_of_the_grouped_kernel(kind: str, dtype: torch.dtype
     rows, slots, weights = random_call(8, 4, 6, 96, dtype, seed=1)
     for route_weights in (weights, weights.to(dtype)):
         out = compute(experts, rows, slots, route_weights)
-        expected = GroupedKernel()(experts, rows, slots, route_weights)
+        expected = grouped_experts(experts, rows, slots, route_weights)
         assert_close(out, expected, BOUNDS[dtype])
         # Only where another order of a sum crosses the middle between two values of the dtype do bits differ.
         assert (out != expected).float().mean() < (0.05 if route_weights is weights else 0.02)
@@ -175,8 +175,8 @@ def test_warming_up_compiles_what_calls_of_any_size_need() -> None:
     experts = TritonExperts(make_experts("silu", n_experts=40, hidden=256, inter=64, dtype=torch.bfloat16))
     experts._n_processors = 16
     noted: set[Any] = set()
-    programs = {name: Noted(name, noted) for name in ("up_program", "down_program", "sum_program")}
-    experts._ops = SimpleNamespace(SortedRoutes=triton_ops.SortedRoutes, **programs)  # type: ignore[assignment]
+    programs = {name: Noted(name, noted) for name in ("projection_program", "sum_program")}
+    experts._ops = SimpleNamespace(**programs)  # type: ignore[assignment]
     experts.warm_up(4, 100)
     warm = set(noted)
     assert warm

@@ -28,10 +28,7 @@ static int64_t time_of(Matrix *matrix, const char *part, const void *operand, in
                        .to = N_OUT, .bias_mode = NO_BIAS};
     if (matrix) matrix->data = part, product.parts = matrix, product.weights = NULL;
     const int64_t started = now_ns();
-    if (matrix)
-        product.tiles->project(&product);
-    else
-        product.kernels->project(&product);
+    compute(&product);
     return now_ns() - started;
 }
 

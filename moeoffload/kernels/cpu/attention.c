@@ -50,8 +50,8 @@ int moe_attention(const struct attention *call) {
     if (call->is_many) job.attend = attend_many;
 #endif
     if (call->is_many && PART_ROWS / call->group < job.part)
-        job.part = PART_ROWS / call->group > BLOCK_QUERIES ? PART_ROWS / call->group : BLOCK_QUERIES;
-    job.n_parts = (call->n_queries + job.part - 1) / job.part;
+        job.part = at_least(PART_ROWS / call->group, BLOCK_QUERIES);
+    job.n_parts = ceil_div(call->n_queries, job.part);
     job.n_items = job.n_parts * call->batch * call->key_heads;
     const int64_t n_rows = call->group * job.part, dim = padded(call->dim, 32), width = padded(call->value_dim, 32);
     const int64_t few = 4 * n_rows * (dim + KEY_BLOCK);

@@ -20,12 +20,6 @@ INLINE vec add_operands(vec sums, Operands a, Operands b) { return fma_of(a, b, 
 enum { STEP = sizeof(vec) / OPERAND_BYTES };  // operands of a vector
 enum { SHARE_BYTES = 4 * KEY_BLOCK };         // from a row of probabilities to the next
 
-// Returns the size of the next tile when n_left rows are divided into about equal tiles of at most `most` rows.
-INLINE int64_t tile_of(int64_t n_left, int64_t most) {
-    const int64_t n_tiles = (n_left + most - 1) / most;
-    return (n_left + n_tiles - 1) / n_tiles;
-}
-
 // Prefetches rows from..to, as far as there are such, into the second-level cache.
 INLINE void fetch(const struct rows *rows, int64_t from, int64_t to, const int type) {
     for (int64_t row = from; row < at_most(to, rows->count); row++)
@@ -123,10 +117,10 @@ INLINE void multiply_keys(
     for (int64_t key = 0; key < keys->count; key += 4) {
         fetch(values, key, key + 4, type);
         for (int64_t row = 0, size; row < n_rows; row += size) {
-            size = tile_of(n_rows - row, KEY_ROWS);
+            size = part_of(n_rows - row, KEY_ROWS);
 #define TILE(n) \
     key_tile(n, type, rows + row * row_bytes, row_bytes, keys->at + key, keys->dim, shares + row * KEY_BLOCK + key)
-            FOR_ROWS(size, KEY_ROWS, TILE)
+            WITH_CONSTANT(size, 1, KEY_ROWS, TILE)
 #undef TILE
         }
     }
@@ -140,7 +134,7 @@ INLINE void add_values(
     for (int64_t start = 0; start < values->count; start += SOME) {
         const int64_t count = at_most(SOME, values->count - start);
         for (int64_t row = 0, size; row < state->n_rows; row += size) {
-            size = tile_of(state->n_rows - row, VALUE_ROWS);
+            size = part_of(state->n_rows - row, VALUE_ROWS);
             for (int64_t column = 0, n_vectors; column < values->dim; column += n_vectors * LANES) {
                 const int64_t n_left = values->dim - column;
                 const char *share = (const char *)(shares + row * KEY_BLOCK) + OPERAND_BYTES * start;
@@ -153,7 +147,10 @@ INLINE void add_values(
 #define WIDE_TILE(m, n) value_tile(m, n, type, share, values->at + start, column, count, n_left, sums, state->width)
 #define TILE(m) WIDE_TILE(m, 2)
 #define NARROW_TILE(m) WIDE_TILE(m, 1)
-                if (n_vectors == 2) FOR_ROWS(size, VALUE_ROWS, TILE) else FOR_ROWS(size, VALUE_ROWS, NARROW_TILE)
+                if (n_vectors == 2)
+                    WITH_CONSTANT(size, 1, VALUE_ROWS, TILE)
+                else
+                    WITH_CONSTANT(size, 1, VALUE_ROWS, NARROW_TILE)
 #undef TILE
 #undef NARROW_TILE
 #undef WIDE_TILE

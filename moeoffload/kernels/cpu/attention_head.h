@@ -111,16 +111,3 @@ INLINE void end(const struct item *item, const struct state *state, const int ty
         }
     }
 }
-
-// Calls TILE with a constant number of rows.
-#define FOR_ROWS(n_rows, most, TILE)             \
-    switch (n_rows) {                            \
-    case 1: TILE(1); break;                      \
-    case 2: TILE(2); break;                      \
-    case 3: if (most >= 3) { TILE(3); } break;   \
-    case 4: if (most >= 4) { TILE(4); } break;   \
-    case 5: if (most >= 5) { TILE(5); } break;   \
-    case 6: if (most >= 6) { TILE(6); } break;   \
-    case 7: if (most >= 7) { TILE(7); } break;   \
-    case 8: if (most >= 8) { TILE(8); } break;   \
-    }

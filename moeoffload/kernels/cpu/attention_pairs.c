@@ -76,7 +76,7 @@ INLINE void multiply_packed(
     case 3: WIDE_TILE(m, 3); break;            \
     default: WIDE_TILE(m, 4);                  \
     }
-            FOR_ROWS(size, 6, TILE)
+            WITH_CONSTANT(size, 1, 6, TILE)
 #undef TILE
 #undef WIDE_TILE
         }

@@ -26,3 +26,5 @@ static inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t padded(int64_t count, int64_t to) { return ceil_div(count, to) * to; }
+// Returns the size of the next part if n_left are divided into nearly equal parts of at most `most`.
+static inline int64_t part_of(int64_t n_left, int64_t most) { return ceil_div(n_left, ceil_div(n_left, most)); }

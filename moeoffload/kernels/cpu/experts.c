@@ -41,7 +41,7 @@ typedef struct {
     int64_t begin_row, end_row;  // rows to sum; PLAN sets them to all
     int64_t n_threads;
     Parallel parallel;  // NULL: only the calling thread
-    // Buffers, see kernels/workspace.py; operands are stride_of() bytes apart.
+    // Buffers, see kernels/workspace.py; for operands see product_with().
     int32_t *hit;          // (n_experts) experts that are hit
     int32_t *first;        // (n_experts + 1) their first positions
     int32_t *row_of;       // (n_routes) the row of a position
@@ -50,7 +50,7 @@ typedef struct {
     char *activated;       // (n_routes) operands of `inter` elements
     char *operands;        // (n_rows) operands of `hidden` elements
     char *packed;          // (n_routes, max(hidden, inter)) operands packed for the matrix unit
-    char *scratch;         // (n_threads, moe_scratch_bytes) for packed weights
+    char *scratch;         // (n_threads, scratch_bytes()) for packed weights
     // Results of the plan.
     int64_t n_hit, n_present;
     _Atomic int64_t n_started;  // threads that have started
@@ -59,33 +59,20 @@ typedef struct {
 
 enum { SUM_COLUMNS = 512, SPINS = 200 };
 
-static const TileKernels *tiles_of(const Layer *l, bool is_up) {
-    return tiles_for(is_up ? l->up_parts : l->down_parts, l->dtype, l->features);
+// A layer uses the matrix unit in both projections or in none.
+static bool uses_matrix_unit(const Layer *l) {
+    return is_for_matrix_unit(l->dtype, l->features, l->up_parts, l->up_columns, l->hidden) &&
+           is_for_matrix_unit(l->dtype, l->features, l->down_parts, l->hidden, l->inter);
 }
 
-static bool uses_matrix_unit(const Layer *layer) {
-    return !tiles_of(layer, true) && !tiles_of(layer, false) &&
-           matrix_unit_fits(layer->dtype, layer->features, layer->hidden, layer->up_columns) &&
-           matrix_unit_fits(layer->dtype, layer->features, layer->inter, layer->hidden);
+// Returns the up projection, or the down projection if not `is_up`, without its operands and results.
+static Product projection_of(const Layer *l, bool is_up) {
+    const Matrix *parts = is_up ? l->up_parts : l->down_parts;
+    const int64_t n_out = is_up ? l->up_columns : l->hidden, inner = is_up ? l->hidden : l->inter;
+    return product_with(l->dtype, l->features, parts, n_out, inner, uses_matrix_unit(l));
 }
 
-// stride_of returns the bytes between operands of a projection; `prepare` converts a row to one.
-static int64_t stride_of(const Layer *l, bool is_up) {
-    const int64_t inner = is_up ? l->hidden : l->inter;
-    return operand_bytes(kernels_for(l->dtype, l->features), tiles_of(l, is_up), inner, uses_matrix_unit(l));
-}
-static void prepare(const Layer *l, bool is_up, const void *row, void *operand) {
-    const Kernels *kernels = kernels_for(l->dtype, l->features);
-    const int64_t inner = is_up ? l->hidden : l->inter;
-    prepare_operand(kernels, tiles_of(l, is_up), l->dtype, row, operand, inner, uses_matrix_unit(l));
-}
-
-// For sizing a workspace: whether the layer uses the matrix unit, and the bytes that a thread needs to unpack weights.
 int64_t moe_uses_matrix_unit(const Layer *layer) { return uses_matrix_unit(layer); }
-int64_t moe_scratch_bytes(const Layer *l) {
-    const Kernels *kernels = kernels_for(l->dtype, l->features);
-    return l->up_parts || l->down_parts ? scratch_bytes(kernels, at_least(l->hidden, l->inter)) : 0;
-}
 
 static int64_t claim(Counter *counter) { return atomic_fetch_add_explicit(&counter->claimed, 1, memory_order_relaxed); }
 static void finish(Counter *counter) { atomic_fetch_add_explicit(&counter->finished, 1, memory_order_release); }
@@ -98,7 +85,7 @@ static void wait_for(Counter *counter, int64_t n_items) {
 // route whose slot does not exist.
 static int64_t make_plan(Call *c) {
     const int64_t n_experts = c->layer->n_experts, n_routes = c->n_rows * c->top_k;
-    int32_t *counts = c->first + 1;  // routes of each expert; `first` is overwritten afterwards
+    int32_t *counts = c->hit, *next = c->first;  // routes of each expert, the position of its next one; overwritten below
     memset(counts, 0, n_experts * sizeof *counts);
     for (int64_t route = 0; route < n_routes; route++) {
         const int64_t slot = c->slots[route];
@@ -106,13 +93,9 @@ static int64_t make_plan(Call *c) {
         if (slot >= 0) counts[slot]++;
     }
     int32_t position = 0;
-    int64_t n_hit = 0;
-    int32_t *next = c->hit;  // position of each expert's next route; `hit` is overwritten afterwards
     for (int64_t expert = 0; expert < n_experts; expert++) {
-        const int32_t count = counts[expert];
         next[expert] = position;
-        position += count;
-        n_hit += count > 0;
+        position += counts[expert];
     }
     for (int64_t route = 0; route < n_routes; route++) {
         const int64_t slot = c->slots[route];
@@ -120,8 +103,9 @@ static int64_t make_plan(Call *c) {
         if (slot >= 0) c->row_of[next[slot]++] = (int32_t)(route / c->top_k);
     }
     // next[expert] is now the end of the expert's positions.
+    int64_t group = 0;
     int32_t start = 0;
-    for (int64_t expert = 0, group = 0; expert < n_experts; expert++) {
+    for (int64_t expert = 0; expert < n_experts; expert++) {
         const int32_t end = next[expert];
         if (end > start) {
             c->hit[group] = (int32_t)expert;
@@ -129,8 +113,8 @@ static int64_t make_plan(Call *c) {
         }
         start = end;
     }
-    c->first[n_hit] = position;
-    c->n_hit = n_hit;
+    c->first[group] = position;
+    c->n_hit = group;
     c->n_present = position;
     return -1;
 }
@@ -146,50 +130,40 @@ static void groups_of(const Call *c, int64_t *from, int64_t *to) {
 // Describes the product of one group in the up projection, or in the down projection if not `is_up`.
 static Product product_of(const Call *c, int64_t group, bool is_up, int64_t thread) {
     const Layer *l = c->layer;
-    const Kernels *kernels = kernels_for(l->dtype, l->features);
-    const int64_t n_out = is_up ? l->up_columns : l->hidden, inner = is_up ? l->hidden : l->inter;
-    const int64_t expert = c->hit[group], matrix_bytes = n_out * inner * kernels->item_bytes;
-    const char *weights = is_up ? l->up : l->down, *bias = is_up ? l->up_bias : l->down_bias, *following = NULL;
-    const Matrix *parts = is_up ? l->up_parts : l->down_parts;
+    Product p = projection_of(l, is_up);
+    const int64_t matrix_bytes = p.n_out * p.inner * bytes_of(p.dtype);
+    const char *weights = is_up ? l->up : l->down, *bias = is_up ? l->up_bias : l->down_bias;
+    p.expert = c->hit[group];
+    if (p.parts)
+        p.scratch = c->scratch + thread * scratch_bytes(p.dtype, at_least(l->hidden, l->inter));
+    else
+        p.weights = weights + p.expert * matrix_bytes;
     if (group + 1 < c->n_hit) {
         const int64_t next = c->hit[group + 1];
-        following = parts ? packed_row(parts, next, 0) : weights + next * matrix_bytes;
+        p.following = p.parts ? packed_row(p.parts, next, 0) : weights + next * matrix_bytes;
     }
-    return (Product){
-        .kernels = kernels,
-        .tiles = tiles_of(l, is_up),
-        .weights = parts ? NULL : weights + expert * matrix_bytes,
-        .parts = parts,
-        .expert = expert,
-        .scratch = parts ? c->scratch + thread * moe_scratch_bytes(l) : NULL,
-        .bias = bias ? bias + expert * n_out * kernels->item_bytes : NULL,
-        .operands = !is_up ? c->activated : uses_matrix_unit(l) ? c->rows : c->operands,
-        .index = is_up ? c->row_of : NULL,
-        .packed = c->packed,
-        .out = c->values,
-        .following = following,
-        .dtype = l->dtype,
-        .n_out = n_out,
-        .inner = inner,
-        .stride = stride_of(l, is_up),
-        .first = at_least(c->first[group], c->begin),
-        .last = at_most(c->first[group + 1], c->end),
-        .to = n_out,
-        .bias_mode = bias ? ROUNDED_BIAS : NO_BIAS,
-    };
+    if (bias) {
+        p.bias = bias + p.expert * p.n_out * bytes_of(p.dtype);
+        p.bias_mode = ROUNDED_BIAS;
+    }
+    p.operands = !is_up ? c->activated : p.by_matrix_unit ? c->rows : c->operands;
+    p.index = is_up ? c->row_of : NULL;
+    p.packed = c->packed;
+    p.out = c->values;
+    p.first = at_least(c->first[group], c->begin);
+    p.last = at_most(c->first[group + 1], c->end);
+    p.to = p.n_out;
+    return p;
 }
 
 // Computes items of a projection until all are claimed; returns their number. With the matrix unit the operands of each
 // group are packed first.
 static int64_t project(Call *c, bool is_up, int64_t thread) {
-    const Layer *l = c->layer;
-    const Kernels *kernels = kernels_for(l->dtype, l->features);
-    const int64_t n_out = is_up ? l->up_columns : l->hidden;
+    const Product whole = projection_of(c->layer, is_up);
     Counter *packing = &c->counters[is_up ? PACK_UP : PACK_DOWN], *counter = &c->counters[is_up ? COMPUTE_UP : COMPUTE_DOWN];
     int64_t from, to;
     groups_of(c, &from, &to);
-    const bool by_matrix_unit = uses_matrix_unit(l);
-    if (by_matrix_unit) {
+    if (whole.by_matrix_unit) {
         for (int64_t item; (item = claim(packing)) < to - from;) {
             const Product product = product_of(c, from + item, is_up, thread);
             pack_operands(&product, c->packed);
@@ -197,19 +171,14 @@ static int64_t project(Call *c, bool is_up, int64_t thread) {
         }
         wait_for(packing, to - from);
     }
-    const int64_t item_rows = c->n_threads > 1 ? ITEM_ROWS : n_out, per_group = ceil_div(n_out, item_rows);
+    const int64_t item_rows = c->n_threads > 1 ? ITEM_ROWS : whole.n_out, per_group = ceil_div(whole.n_out, item_rows);
     const int64_t n_items = (to - from) * per_group;
     for (int64_t item; (item = claim(counter)) < n_items;) {
         Product product = product_of(c, from + item / per_group, is_up, thread);
         product.from = item % per_group * item_rows;
-        product.to = at_most(product.from + item_rows, n_out);
+        product.to = at_most(product.from + item_rows, product.n_out);
         if (c->n_threads > 1) product.following = NULL;
-        if (product.tiles)
-            product.tiles->project(&product);
-        else if (by_matrix_unit)
-            project_by_matrix_unit(&product);
-        else
-            kernels->project(&product);
+        compute(&product);
         finish(counter);
     }
     return n_items;
@@ -218,17 +187,15 @@ static int64_t project(Call *c, bool is_up, int64_t thread) {
 // Converts the up projections' results (silu(gate) * up) or, with TAKE, given activations to operands of the down
 // projection, until all items are claimed; returns the number of items.
 static int64_t activate(Call *c) {
-    const Layer *l = c->layer;
-    const Kernels *kernels = kernels_for(l->dtype, l->features);
+    const Product down = projection_of(c->layer, false);
     const bool takes = c->steps & TAKE;
-    const int64_t stride = stride_of(l, false);
     Counter *counter = &c->counters[ACTIVATED];
-    const int64_t n_items = c->end - c->begin, row_bytes = l->inter * kernels->item_bytes;
+    const int64_t n_items = c->end - c->begin, row_bytes = down.inner * bytes_of(down.dtype);
     for (int64_t item; (item = claim(counter)) < n_items;) {
         const int64_t position = c->begin + item;
         char *values = c->values + position * (takes ? 1 : 2) * row_bytes;
-        if (!takes) kernels->silu_times_up(values, values + row_bytes, values, l->inter);
-        prepare(l, false, values, c->activated + position * stride);
+        if (!takes) down.kernels->silu_times_up(values, values + row_bytes, values, down.inner);
+        prepare_operand(&down, values, c->activated + position * down.stride);
         finish(counter);
     }
     return n_items;
@@ -247,13 +214,9 @@ static void sum(Call *c) {
         for (int64_t route = row * c->top_k; route < (row + 1) * c->top_k; route++) {
             const int64_t position = c->position_of[route];
             if (position < 0) continue;
-            float weight;
-            if (c->weights_are_f32)
-                weight = ((const float *)c->weights)[route];
-            else
-                kernels->widen(c->weights + route * kernels->item_bytes, &weight, 1);
-            const char *values = c->values + (position * l->hidden + start) * kernels->item_bytes;
-            kernels->add_weighted(total, values, weight, !c->weights_are_f32, n);
+            const char *weight = c->weights + route * bytes_of(c->weights_are_f32 ? F32 : l->dtype);
+            const char *values = c->values + (position * l->hidden + start) * bytes_of(l->dtype);
+            kernels->add_weighted(total, values, weight, c->weights_are_f32, n);
         }
     }
 }
@@ -280,17 +243,16 @@ static void run(void *argument) {
 
 // Runs the steps of a call. Returns -1, or the first route whose slot does not exist: then nothing is computed.
 int64_t moe_experts(Call *c) {
-    const Layer *l = c->layer;
     if (c->steps & PLAN) {
         const int64_t bad_route = make_plan(c);
         if (bad_route >= 0) return bad_route;
         c->begin = c->begin_row = 0;
         c->end = c->n_present;
         c->end_row = c->n_rows;
-        const int64_t stride = stride_of(l, true), row_bytes = l->hidden * bytes_of(l->dtype);
-        if (!uses_matrix_unit(l))
-            for (int64_t row = 0; row < c->n_rows; row++)
-                prepare(l, true, c->rows + row * row_bytes, c->operands + row * stride);
+        const Product up = projection_of(c->layer, true);
+        const int64_t row_bytes = up.inner * bytes_of(up.dtype);
+        for (int64_t row = 0; row < c->n_rows && !up.by_matrix_unit; row++)
+            prepare_operand(&up, c->rows + row * row_bytes, c->operands + row * up.stride);
     }
     memset(c->counters, 0, sizeof c->counters);
     c->n_started = 0;

@@ -24,6 +24,7 @@ typedef struct {
 typedef struct {
     const Kernels *kernels;
     const TileKernels *tiles;  // kernels for weights in tiles, or NULL
+    bool by_matrix_unit;
     const void *weights;       // (n_out, inner); NULL: packed
     const Matrix *parts;     // packed weights: rows of the first matrix, then those of the second, if there is one
     int64_t expert;          // the expert whose rows of the parts are multiplied
@@ -40,18 +41,18 @@ typedef struct {
     int64_t bias_mode;
 } Product;
 
+enum { MOST_BLOCK = 64 };
+
 // The functions of one instruction set for one dtype of weights. Rows and results without a type are of that dtype.
 struct Kernels {
-    int64_t item_bytes;     // bytes of an element
     int64_t operand_bytes;  // bytes of an element of an operand
-    int64_t block;          // operands are padded with zeros to a multiple of this many elements
+    int64_t block;          // operands are padded with zeros to a multiple of this many elements, at most MOST_BLOCK
     void (*project)(const Product *product);
     void (*prepare)(const void *row, void *operand, int64_t n);
     // out = silu(gate) * up, rounded after each step
     void (*silu_times_up)(const void *gate, const void *up, void *out, int64_t n);
-    // total += row * weight; each product is rounded first if `rounds`
-    void (*add_weighted)(float *total, const void *row, float weight, bool rounds, int64_t n);
-    void (*widen)(const void *row, float *out, int64_t n);
+    // total += row * weight; each product is rounded first, unless the weight is float32
+    void (*add_weighted)(float *total, const void *row, const void *weight, bool is_f32, int64_t n);
     // Unpacks columns from..to of n_rows packed rows to elements of the dtype; output rows are `stride` elements apart.
     // `from` is a multiple of SPAN. `scales` (one per row) are read at the beginning of each SEGMENT; if `from` is
     // inside a segment, they must be those that an earlier call has read for it.
@@ -97,8 +98,8 @@ enum { UNPACKED_ROWS = 4 };  // packed rows unpacked together into whole rows: m
 
 // Returns the bytes that a thread needs to unpack a block of rows. It leaves room for the matrix unit to place rows a
 // cache line further apart than they are long: otherwise they might compete for the same sets of the first-level cache.
-static inline int64_t scratch_bytes(const Kernels *kernels, int64_t inner) {
-    return BLOCK_ROWS * padded(inner * kernels->item_bytes + 64, 64);
+static inline int64_t scratch_bytes(int64_t dtype, int64_t inner) {
+    return BLOCK_ROWS * padded(inner * bytes_of(dtype) + 64, 64);
 }
 
 // As `unpack` of the kernels, for rows of a product, which may extend from its first part into the second.
@@ -111,7 +112,7 @@ static inline void unpack_rows(const Product *p, int64_t row, int64_t n_rows, in
         some = at_most(n_rows, m->n_out - own);
         p->kernels->unpack(m, p->expert, own, some, from, to, scales, out, stride, ahead);
         ahead.at += some * ahead.step;
-        out += some * stride * p->kernels->item_bytes;
+        out += some * stride * bytes_of(p->dtype);
     }
 }
 

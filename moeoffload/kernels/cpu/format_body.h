@@ -91,30 +91,26 @@ static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row
 
 // For weights from memory: one weight row after the other, which is a single stream of reads.
 #define STREAMED(n)                                                                                                  \
-    case n:                                                                                                          \
-        for (int w = 0; w < n_w; w++) {                                                                              \
-            if (!weights && w % UNPACKED_ROWS == 0)                                                                  \
-                NAME(unpacked)(p, weight_row + w, at_most(UNPACKED_ROWS, n_w - w));                                  \
-            const ELEMENT *row =                                                                                     \
-                weights ? weights + w * inner : (const ELEMENT *)p->scratch + w % UNPACKED_ROWS * inner;             \
-            const Ahead far = {(const char *)row + (n > 2 ? BATCH_AHEAD_BYTES : ahead_bytes), NAME(BYTES)};          \
-            NAME(products)(1, n, 0, 2, NAME(LINES), &row, x, inner, far, sums + w);                                  \
-        }                                                                                                            \
-        break;
+    for (int w = 0; w < n_w; w++) {                                                                                  \
+        if (!weights && w % UNPACKED_ROWS == 0)                                                                      \
+            NAME(unpacked)(p, weight_row + w, at_most(UNPACKED_ROWS, n_w - w));                                      \
+        const ELEMENT *row =                                                                                         \
+            weights ? weights + w * inner : (const ELEMENT *)p->scratch + w % UNPACKED_ROWS * inner;                 \
+        const Ahead far = {(const char *)row + (n > 2 ? BATCH_AHEAD_BYTES : ahead_bytes), NAME(BYTES)};              \
+        NAME(products)(1, n, 0, 2, NAME(LINES), &row, x, inner, far, sums + w);                                      \
+    }
 // For weights in the cache: TILE_WEIGHTS rows at a time. A pass over one half of the sums reads half an operand, which
 // may fit the first-level cache.
 #define TILED(n)                                                                                                     \
-    case n:                                                                                                          \
-        for (int half = 0; half < 2; half += HALVES)                                                                 \
-            for (int w = 0; w < LANES; w += TILE_WEIGHTS, ahead.at += inner / BLOCK * ahead.step) {                  \
-                const ELEMENT *rows[TILE_WEIGHTS];                                                                   \
-                for (int i = 0; i < TILE_WEIGHTS; i++) rows[i] = weights + at_most(w + i, n_w - 1) * inner;          \
-                if (half)                                                                                            \
-                    TILE_OF(n, 1);                                                                                   \
-                else                                                                                                 \
-                    TILE_OF(n, 0);                                                                                   \
-            }                                                                                                        \
-        break;
+    for (int half = 0; half < 2; half += HALVES)                                                                     \
+        for (int w = 0; w < LANES; w += TILE_WEIGHTS, ahead.at += inner / BLOCK * ahead.step) {                      \
+            const ELEMENT *rows[TILE_WEIGHTS];                                                                       \
+            for (int i = 0; i < TILE_WEIGHTS; i++) rows[i] = weights + at_most(w + i, n_w - 1) * inner;              \
+            if (half)                                                                                                \
+                TILE_OF(n, 1);                                                                                       \
+            else                                                                                                     \
+                TILE_OF(n, 0);                                                                                       \
+        }
 #define TILE_OF(n, half)                                                                                             \
     ahead.step > 64 ? NAME(products)(TILE_WEIGHTS, n, half, HALVES, 2, rows, x, inner, ahead, sums + w)              \
     : ahead.step    ? NAME(products)(TILE_WEIGHTS, n, half, HALVES, 1, rows, x, inner, ahead, sums + w)              \
@@ -134,15 +130,9 @@ static TARGET void NAME(group)(const Product *p, const ELEMENT *weights, int64_t
     }
     if (once) {
         memset(sums + n_w, 0, (LANES - n_w) * sizeof *sums);
-        switch (n_x) {
-            EACH_TILE(STREAMED)
-            default: __builtin_unreachable();
-        }
+        WITH_CONSTANT(n_x, 1, TILE_ROWS, STREAMED)
     } else {
-        switch (n_x) {
-            EACH_TILE(TILED)
-            default: __builtin_unreachable();
-        }
+        WITH_CONSTANT(n_x, 1, TILE_ROWS, TILED)
     }
     if (once || HALVES == 2)
         for (int w = 0; w < LANES; w += 4)
@@ -174,7 +164,7 @@ static TARGET void NAME(project)(const Product *p) {
         const char *next = p->parts ? NULL : end < p->to ? (const char *)p->weights + end * row_bytes : p->following;
         if (p->parts && n_tiles > 1) weights = NAME(unpacked)(p, start, end - start);
         for (int64_t tile = 0; tile < n_tiles; tile++) {
-            const int n_x = (int)((p->last - first + n_tiles - tile - 1) / (n_tiles - tile));
+            const int n_x = (int)part_of(p->last - first, TILE_ROWS);
             // There is one pass over the operands per two weight rows; it prefetches `step` bytes with each block.
             const int64_t step = next && tile < n_shares ? 2 * NAME(BYTES) / n_shares : 0;
             for (int64_t row = start; row < end; row += LANES) {
@@ -208,22 +198,17 @@ static TARGET void NAME(silu_times_up)(const void *gate, const void *up, void *o
     }
 }
 
-static TARGET void NAME(add_weighted)(float *total, const void *row, float weight, bool rounds, int64_t n) {
+static TARGET void NAME(add_weighted)(float *total, const void *row, const void *weight, bool is_f32, int64_t n) {
+    const float factor = is_f32 ? *(const float *)weight : load_some(weight, 1, TYPE)[0];
     for (int64_t at = 0; at < n; at += LANES) {
-        const vec product = load_some((const ELEMENT *)row + at, n - at, TYPE) * weight;
-        const vec sum = load_some(total + at, n - at, F32) + (rounds ? rounded(product, TYPE) : product);
+        const vec product = load_some((const ELEMENT *)row + at, n - at, TYPE) * factor;
+        const vec sum = load_some(total + at, n - at, F32) + (is_f32 ? product : rounded(product, TYPE));
         store_some(total + at, sum, n - at, F32);
     }
 }
 
-static TARGET void NAME(widen_row)(const void *row, float *out, int64_t n) {
-    for (int64_t at = 0; at < n; at += LANES)
-        store_some(out + at, load_some((const ELEMENT *)row + at, n - at, TYPE), n - at, F32);
-}
-
 static const Kernels NAME(kernels) = {
-    sizeof(ELEMENT),     sizeof(OPERAND),    BLOCK,       NAME(project), NAME(prepare),
-    NAME(silu_times_up), NAME(add_weighted), NAME(widen_row), NAME(unpack),
+    sizeof(OPERAND), BLOCK, NAME(project), NAME(prepare), NAME(silu_times_up), NAME(add_weighted), NAME(unpack),
 };
 
 #undef PASTE_

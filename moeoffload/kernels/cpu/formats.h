@@ -1,7 +1,6 @@
 // Instantiates the kernels of one instruction set for bfloat16, float16 and float32; see vectors.h and format_body.h.
 //
-// The includer also defines TILE_ROWS (the most operands whose sums stay in registers) and EACH_TILE (applies a macro
-// to each number of operands from 1 to TILE_ROWS).
+// The includer also defines TILE_ROWS: the most operands whose sums stay in registers.
 
 #include "vectors.h"
 

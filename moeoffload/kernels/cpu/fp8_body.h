@@ -68,20 +68,15 @@ INLINE void FP8_SET(multiply)(const int n_x, const bool many, const Matrix *m, c
             }
             for (int64_t line = 0; ahead && line < n * TILE; line += 64) prefetch_weights(ahead + line, fetch.past);
             for (int step = 0; step < n / 4; step++) ready[step] = FP8_UNPACK(codes_at(codes + 4 * TILE * step));
-#define MULTIPLY(size, at)                                                                                 \
-    FP8_SET(add_steps)(size, ready, codes, n / 4, x + (at), k, NULL, false, is_first, sums + (at), scale, totals + (at))
+#define MULTIPLY(size) \
+    FP8_SET(add_steps)(size, ready, codes, n / 4, x + set_at, k, NULL, false, is_first, sums + set_at, scale, totals + set_at)
             EACH_SET(n_x, MULTIPLY)
 #undef MULTIPLY
         }
     }
 }
 
-#define DEFINE(name, n, many)                                                                                  \
-    static TARGET void FP8_SET(by_##name)(int n_x, const Matrix *m, const uint8_t *tile, Fetch fetch,           \
-                                          const void *const *x, void *out) {                                   \
-        for (int part = 0; part < PARTS; part++)                                                               \
-            FP8_SET(multiply)(n, many, m, tile, part, fetch, x, (vec *)out + part * MANY_X);                    \
-    }
+#define DEFINE(name, ...) DEFINE_TILE(FP8_SET(by_##name), FP8_SET(multiply), __VA_ARGS__)
 DEFINE(1, 1, false)
 DEFINE(2, 2, false)
 DEFINE(4, 4, false)

@@ -7,7 +7,6 @@
 //   LOOK_UP   looks up 4-bit codes in a table
 //   NEAREST   rounds floats to integers
 //   MOST_X    the most operands whose sums stay in registers
-//   INTEGER_SET  the name of a function for this instruction set
 // The 16 rows of a tile are PARTS vectors of LANES rows.
 
 enum { PARTS = TILE / LANES };
@@ -52,11 +51,6 @@ typedef struct {
     vec factor, min_factor, scale, offset;
 } Group;
 
-INLINE vec f16_at(const uint8_t *at) { return load((const uint16_t *)at, F16); }
-INLINE vec byte_values(const uint8_t *at, const bool is_signed) {
-    return is_signed ? signed_at(at, LANES) : unsigned_at(at, LANES);
-}
-
 // As powers_of, but 255 is infinity.
 INLINE vec powers_at(const uint8_t *at) {
     const bits raw = bytes_at(at, LANES);
@@ -66,14 +60,14 @@ INLINE vec powers_at(const uint8_t *at) {
 // Reads the scales and offsets of a group for the rows of a part; returns the address behind those of the whole tile.
 INLINE const uint8_t *read_group(const Matrix *m, const uint8_t *at, int part, Group *g) {
     switch (m->scales) {
-        case SCALES_F32: g->scale = load((const float *)at + part * LANES, F32), at += 4 * TILE; break;
-        case SCALES_F16: g->scale = f16_at(at + part * LANES * 2), at += 2 * TILE; break;
-        case SCALES_BF16: g->scale = load((const uint16_t *)at + part * LANES, BF16), at += 2 * TILE; break;
+        case SCALES_F32: g->scale = load(at + part * LANES * 4, F32), at += 4 * TILE; break;
+        case SCALES_F16: g->scale = load(at + part * LANES * 2, F16), at += 2 * TILE; break;
+        case SCALES_BF16: g->scale = load(at + part * LANES * 2, BF16), at += 2 * TILE; break;
         case SCALES_E8M0: g->scale = powers_at(at + part * LANES), at += TILE; break;
-        default: g->scale = g->factor * byte_values(at + part * LANES, true), at += TILE;
+        default: g->scale = g->factor * signed_at(at + part * LANES, LANES), at += TILE;
     }
     if (m->offsets != OFFSETS_NONE) {
-        g->offset = byte_values(at + part * LANES, false) * (m->offsets == OFFSETS_ZERO ? g->scale : g->min_factor);
+        g->offset = unsigned_at(at + part * LANES, LANES) * (m->offsets == OFFSETS_ZERO ? g->scale : g->min_factor);
         at += TILE;
     }
     g->scale *= m->unit;
@@ -91,12 +85,6 @@ typedef struct {
     Group g;
     code_bytes table;
 } Reader;
-
-INLINE Reader reader_of(const Matrix *m, const uint8_t *tile, int part, Fetch fetch) {
-    const int64_t blocks_of_group = m->shift < 62 ? at_least((int64_t)1 << m->shift >> 5, 1) : m->n_in / INTEGERS;
-    return (Reader){.m = m, .at = tile, .part = part, .blocks_of_group = blocks_of_group, .fetch = fetch,
-                    .table = table_of(m->table)};
-}
 
 INLINE void prefetch_next(Reader *r) {
     if (r->ahead < r->ahead_end) prefetch_weights(r->ahead, r->fetch.past), r->ahead += 64;
@@ -118,8 +106,8 @@ INLINE void unpack_block(const int kind, Reader *r, int64_t block, Unpacked *to)
     const uint8_t *const begin = r->at;
     const int64_t part = r->part, high_bytes = kind == WEIGHTS_UINT5 ? 4 * TILE : kind == WEIGHTS_INT6 ? 8 * TILE : 0;
     if (m->scales == SCALES_SUPER && block % SCALED == 0) {
-        r->g.factor = f16_at(r->at + part * LANES * 2), r->at += 2 * TILE;
-        if (m->offsets != OFFSETS_NONE) r->g.min_factor = f16_at(r->at + part * LANES * 2), r->at += 2 * TILE;
+        r->g.factor = load(r->at + part * LANES * 2, F16), r->at += 2 * TILE;
+        if (m->offsets != OFFSETS_NONE) r->g.min_factor = load(r->at + part * LANES * 2, F16), r->at += 2 * TILE;
     }
     const bool is_fine = kind == WEIGHTS_INT6 && m->shift < 5;
     if (!r->left--) {
@@ -195,47 +183,42 @@ INLINE void multiply_blocks(const int kind, const int n_x, Reader *r, const Unpa
 
 // Multiplies a part of a tile by n_x operands. For `many`, blocks are unpacked once to the first-level cache and multiplied
 // by up to MOST_X operands at a time.
-INLINE void multiply_part(const int kind, const int n_x, const bool many, Reader r, const void *const *operands, vec *total) {
+INLINE void multiply_part(const int kind, const int n_x, const bool many, const Matrix *m, const uint8_t *tile, int part,
+                          Fetch fetch, const void *const *operands, vec *total) {
+    const int64_t blocks_of_group = m->shift < 62 ? at_least((int64_t)1 << m->shift >> 5, 1) : m->n_in / INTEGERS;
+    Reader r = {.m = m, .at = tile, .part = part, .blocks_of_group = blocks_of_group, .fetch = fetch,
+                .table = table_of(m->table)};
     Unpacked ready[SCALED];
 #pragma GCC unroll 4
     for (int i = 0; i < n_x; i++) total[i] = (vec){0};
-    for (int64_t first = 0, n_blocks = r.m->n_in / INTEGERS; first < n_blocks; first += SCALED) {
+    for (int64_t first = 0, n_blocks = m->n_in / INTEGERS; first < n_blocks; first += SCALED) {
         const int64_t n = at_most(SCALED, n_blocks - first);
         if (!many) {
             multiply_blocks(kind, n_x, &r, NULL, first, n, operands, total);
             continue;
         }
         for (int64_t block = 0; block < n; block++) unpack_block(kind, &r, first + block, ready + block);
-#define MULTIPLY(size, at) multiply_blocks(kind, size, &r, ready, first, n, operands + (at), total + (at))
+#define MULTIPLY(size) multiply_blocks(kind, size, &r, ready, first, n, operands + set_at, total + set_at)
         EACH_SET(n_x, MULTIPLY)
 #undef MULTIPLY
     }
 }
 
-INLINE void finish_part(const Product *p, int64_t row, int64_t position, vec total) {
-    const int64_t type = p->dtype, bytes = bytes_of(type);
-    char *out = (char *)p->out + (position * p->n_out + row) * bytes;
-    const char *bias = (const char *)p->bias + row * bytes;
-#define FINISH(type, element)                                              \
-    if (p->bias_mode == ROUNDED_BIAS) total = rounded(total, type);        \
-    if (p->bias_mode != NO_BIAS) total += load((const element *)bias, type); \
-    store((element *)out, total, type)
-    if (type == BF16) {
-        FINISH(BF16, uint16_t);
-    } else {
-        FINISH(F16, uint16_t);
-    }
-#undef FINISH
+INLINE void finish_part(const Product *p, int64_t row, int64_t position, vec total, const int type) {
+    if (p->bias_mode == ROUNDED_BIAS) total = rounded(total, type);
+    if (p->bias_mode != NO_BIAS) total += load((const char *)p->bias + row * bytes_of(type), type);
+    store((char *)p->out + (position * p->n_out + row) * bytes_of(type), total, type);
 }
 
-#define DEFINE(kind, name, n, many)                                                                            \
-    static TARGET __attribute__((noinline)) void INTEGER_SET(multiply_##kind##_##name)(                        \
+// Defines a function MultiplyTile that multiplies each part by multiply_part, with these first arguments.
+#define DEFINE_TILE(name, multiply_part, ...)                                                                  \
+    static TARGET __attribute__((noinline)) void name(                                                         \
         int n_x, const Matrix *m, const uint8_t *tile, Fetch fetch, const void *const *x, void *out) {          \
-        for (int part = 0; part < PARTS; part++) {                                                             \
-            const Reader reader = reader_of(m, tile, part, fetch);                                             \
-            multiply_part(WEIGHTS_##kind, n, many, reader, x, (vec *)out + part * MANY_X);                      \
-        }                                                                                                      \
+        for (int part = 0; part < PARTS; part++)                                                               \
+            multiply_part(__VA_ARGS__, m, tile, part, fetch, x, (vec *)out + part * MANY_X);                    \
     }
+
+#define DEFINE(kind, name, ...) DEFINE_TILE(multiply_##kind##_##name, multiply_part, WEIGHTS_##kind, __VA_ARGS__)
 #define WITH_KIND(kind) \
     DEFINE(kind, 1, 1, false) DEFINE(kind, 2, 2, false) DEFINE(kind, 4, 4, false) DEFINE(kind, many, n_x, true)
 WITH_KIND(INT8)
@@ -246,10 +229,8 @@ WITH_KIND(INT6)
 #undef WITH_KIND
 #undef DEFINE
 
-#define OF_KIND(kind)                                                                  \
-    {INTEGER_SET(multiply_##kind##_1), INTEGER_SET(multiply_##kind##_2),               \
-     INTEGER_SET(multiply_##kind##_4), INTEGER_SET(multiply_##kind##_many)}
-static MultiplyTile *const INTEGER_SET(multiply)[][N_SIZES] = {
+#define OF_KIND(kind) {multiply_##kind##_1, multiply_##kind##_2, multiply_##kind##_4, multiply_##kind##_many}
+static MultiplyTile *const multiply_integers[][N_SIZES] = {
     OF_KIND(INT8), OF_KIND(UINT4), OF_KIND(LEVELS4), OF_KIND(UINT5), OF_KIND(INT6)};
 #undef OF_KIND
 
@@ -269,13 +250,13 @@ INLINE Fetch fetch_of(const Product *p, const uint8_t *tile, int64_t row, int64_
 
 // Multiplies weight rows from..to by all operands: each block of ITEM_ROWS rows by all of them while it is in the
 // cache.
-static TARGET void INTEGER_SET(project_tiles)(const Product *p) {
+static TARGET void project_tiles(const Product *p) {
     for (int64_t start = p->from; start < p->to; start += ITEM_ROWS) {
         const int64_t end = at_most(start + ITEM_ROWS, p->to);
         for (int64_t first = p->first, turn = 0; first < p->last; turn++) {
             const int64_t left = p->last - first;
             const int size = left > 4 ? MANY : left == 4 ? 2 : left >= 2;
-            const int n_x = size == MANY ? (int)ceil_div(left, ceil_div(left, MANY_X)) : 1 << size;
+            const int n_x = size == MANY ? (int)part_of(left, MANY_X) : 1 << size;
             const void *x[MANY_X];
             for (int i = 0; i < n_x; i++) {
                 const int64_t number = p->index ? p->index[first + i] : first + i;
@@ -287,8 +268,13 @@ static TARGET void INTEGER_SET(project_tiles)(const Product *p) {
                 vec out[PARTS * MANY_X];
                 p->tiles->multiply[m->kind - 1][size](n_x, m, tile, fetch_of(p, tile, row, n_x, turn), x, out);
                 for (int i = 0; i < n_x; i++)
-                    for (int part = 0; part < PARTS; part++)
-                        finish_part(p, row + part * LANES, first + i, out[part * MANY_X + i]);
+                    for (int part = 0; part < PARTS; part++) {
+                        const vec total = out[part * MANY_X + i];
+                        if (p->dtype == BF16)
+                            finish_part(p, row + part * LANES, first + i, total, BF16);
+                        else
+                            finish_part(p, row + part * LANES, first + i, total, F16);
+                    }
             }
             first += n_x;
         }
@@ -329,7 +315,7 @@ INLINE void prepare_blocks(const void *row, int64_t type, Block *blocks, int64_t
         store_integers(block, integers);
     }
 }
-static TARGET void INTEGER_SET(prepare_integers)(const void *row, int64_t type, void *operand, int64_t n) {
+static TARGET void prepare_integers(const void *row, int64_t type, void *operand, int64_t n) {
     for (int64_t at = 0; at < n; at += INTEGERS * SCALED) {
         const uint16_t *from = (const uint16_t *)row + at;
         Block *blocks = (Block *)operand + at / INTEGERS;
@@ -340,6 +326,3 @@ static TARGET void INTEGER_SET(prepare_integers)(const void *row, int64_t type, 
             prepare_blocks(from, F16, blocks, some);
     }
 }
-
-const TileKernels INTEGER_SET(integers) = {
-    sizeof(Block), INTEGER_SET(prepare_integers), INTEGER_SET(project_tiles), INTEGER_SET(multiply)};

@@ -8,7 +8,6 @@
 #define LANES 8
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define TILE_ROWS 3
-#define EACH_TILE(each) each(1) each(2) each(3)
 #include "formats.h"
 
 #define KEY_ROWS 2
@@ -44,11 +43,12 @@ INLINE void store_integers(Block *block, const int32_t *integers) {
 #define LOOK_UP(table, numbers) ((code_bytes)_mm256_shuffle_epi8((__m256i)(table), (__m256i)(numbers)))
 #define NEAREST(values) ((ints)_mm256_cvtps_epi32((__m256)(values)))
 #define MOST_X 4
-#define INTEGER_SET(name) name##_avx2
 #include "integer_body.h"
+
+const TileKernels integers_avx2 = {sizeof(Block), prepare_integers, project_tiles, multiply_integers};
 
 #define FP8_SET(name) fp8_##name
 #include "fp8_floats.h"
 
-const TileKernels fp8_avx2 = {INTEGERS * sizeof(float), fp8_prepare, project_tiles_avx2, fp8_sizes};
+const TileKernels fp8_avx2 = {INTEGERS * sizeof(float), fp8_prepare, project_tiles, fp8_sizes};
 #endif

@@ -8,7 +8,6 @@
 #define LANES 16
 #define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl")))
 #define TILE_ROWS 6
-#define EACH_TILE(each) each(1) each(2) each(3) each(4) each(5) each(6)
 #include "formats.h"
 
 #define KEY_ROWS 6
@@ -82,13 +81,14 @@ INLINE void store_integers(Block *block, const int32_t *integers) {
 #define LOOK_UP(table, numbers) ((code_bytes)_mm512_shuffle_epi8((__m512i)(table), (__m512i)(numbers)))
 #define NEAREST(values) ((ints)_mm512_cvtps_epi32((__m512)(values)))
 #define MOST_X 8
-#define INTEGER_SET(name) name##_vnni
 #include "integer_body.h"
+
+const TileKernels integers_vnni = {sizeof(Block), prepare_integers, project_tiles, multiply_integers};
 
 #define FP8_SET(name) fp8_##name
 #include "fp8_floats.h"
 
-const TileKernels fp8_avx512 = {INTEGERS * sizeof(float), fp8_prepare, project_tiles_vnni, fp8_sizes};
+const TileKernels fp8_avx512 = {INTEGERS * sizeof(float), fp8_prepare, project_tiles, fp8_sizes};
 
 #undef TARGET
 #define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16,avx512vbmi")))
@@ -169,5 +169,5 @@ static TARGET void fp8_dot_prepare(const void *row, int64_t type, void *operand,
 #define FP8_SET(name) fp8_dot_##name
 #include "fp8_body.h"
 
-const TileKernels fp8_bf16_dot = {INTEGERS * sizeof(uint16_t), fp8_dot_prepare, project_tiles_vnni, fp8_dot_sizes};
+const TileKernels fp8_bf16_dot = {INTEGERS * sizeof(uint16_t), fp8_dot_prepare, project_tiles, fp8_dot_sizes};
 #endif

@@ -9,7 +9,6 @@
 #define LANES 4
 #define TARGET
 #define TILE_ROWS 3
-#define EACH_TILE(each) each(1) each(2) each(3)
 #include "formats.h"
 
 #define KEY_ROWS 2

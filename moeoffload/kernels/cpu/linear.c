@@ -11,82 +11,51 @@ typedef struct {
     char *out;           // (n_rows, n_out)
     int64_t n_in, n_out, n_rows, n_threads;
     Parallel parallel;
-    char *operands;  // moe_operand_bytes(.., n_in) bytes for each row
-    char *scratch;   // (n_threads, moe_linear_scratch_bytes) for packed weights
+    char *operands;  // moe_operand_bytes(n_in) bytes for each row
+    char *scratch;   // (n_threads, scratch_bytes()) for packed weights
     _Atomic int64_t claimed, n_started;
 } LinearCall;
 
-// Returns the most bytes that an operand of n elements can need, whichever kernels compute.
-int64_t moe_operand_bytes(int64_t dtype, int64_t features, int64_t n) {
-    return at_least(operand_bytes(kernels_for(dtype, features), NULL, n, false), n * (int64_t)sizeof(float) + OPERAND_GAP);
-}
+// For sizing buffers: the most bytes of an operand of n elements, whichever kernels compute; and the bytes that a thread
+// needs to unpack rows of n weights.
+int64_t moe_operand_bytes(int64_t n) { return padded(n, MOST_BLOCK) * (int64_t)sizeof(float) + OPERAND_GAP; }
+int64_t moe_scratch_bytes(int64_t dtype, int64_t n) { return scratch_bytes(dtype, n); }
 
-// Returns the bytes that a thread needs to unpack rows of n weights.
-int64_t moe_linear_scratch_bytes(int64_t dtype, int64_t features, int64_t n) {
-    return scratch_bytes(kernels_for(dtype, features), n);
-}
-
-static bool uses_matrix_unit(const LinearCall *c) {
-    return !tiles_for(c->parts, c->dtype, c->features) && matrix_unit_fits(c->dtype, c->features, c->n_in, c->n_out);
-}
-
-static int64_t stride_of(const LinearCall *c) {
-    const TileKernels *tiles = tiles_for(c->parts, c->dtype, c->features);
-    return operand_bytes(kernels_for(c->dtype, c->features), tiles, c->n_in, uses_matrix_unit(c));
+static Product product_of(const LinearCall *c) {
+    const bool by_matrix_unit = is_for_matrix_unit(c->dtype, c->features, c->parts, c->n_out, c->n_in);
+    Product p = product_with(c->dtype, c->features, c->parts, c->n_out, c->n_in, by_matrix_unit);
+    p.weights = c->weight;
+    p.bias = c->bias;
+    p.operands = by_matrix_unit ? c->rows : c->operands;
+    p.packed = c->operands;
+    p.out = c->out;
+    p.last = c->n_rows;
+    p.bias_mode = c->bias ? EXACT_BIAS : NO_BIAS;
+    return p;
 }
 
 // Claims and computes blocks of weight rows in one thread until none are left.
 static void run(void *argument) {
     LinearCall *c = argument;
-    const Kernels *kernels = kernels_for(c->dtype, c->features);
-    const TileKernels *tiles = tiles_for(c->parts, c->dtype, c->features);
-    const bool by_matrix_unit = uses_matrix_unit(c);
     const int64_t thread = atomic_fetch_add_explicit(&c->n_started, 1, memory_order_relaxed);
-    Product product = {
-        .kernels = kernels,
-        .tiles = tiles,
-        .weights = c->weight,
-        .parts = c->parts,
-        .scratch = c->parts ? c->scratch + thread * scratch_bytes(kernels, c->n_in) : NULL,
-        .bias = c->bias,
-        .operands = by_matrix_unit ? c->rows : c->operands,
-        .packed = c->operands,
-        .out = c->out,
-        .dtype = c->dtype,
-        .n_out = c->n_out,
-        .inner = c->n_in,
-        .stride = stride_of(c),
-        .last = c->n_rows,
-        .bias_mode = c->bias ? EXACT_BIAS : NO_BIAS,
-    };
+    Product product = product_of(c);
+    if (c->parts) product.scratch = c->scratch + thread * scratch_bytes(c->dtype, c->n_in);
     const int64_t item_rows = c->n_threads > 1 ? ITEM_ROWS : c->n_out;
     for (;;) {
         product.from = atomic_fetch_add_explicit(&c->claimed, item_rows, memory_order_relaxed);
         if (product.from >= c->n_out) return;
         product.to = at_most(product.from + item_rows, c->n_out);
-        if (tiles)
-            tiles->project(&product);
-        else if (by_matrix_unit)
-            project_by_matrix_unit(&product);
-        else
-            kernels->project(&product);
+        compute(&product);
     }
 }
 
 // Computes a call: converts the rows to operands in the calling thread, then multiplies in n_threads threads.
 void moe_linear(LinearCall *c) {
-    const Kernels *kernels = kernels_for(c->dtype, c->features);
-    const TileKernels *tiles = tiles_for(c->parts, c->dtype, c->features);
-    const int64_t stride = stride_of(c);
-    if (uses_matrix_unit(c)) {
-        const Product rows = {.operands = c->rows, .inner = c->n_in, .stride = c->n_in * kernels->item_bytes, .last = c->n_rows};
-        pack_operands(&rows, c->operands);
-    } else {
-        for (int64_t row = 0; row < c->n_rows; row++) {
-            const char *values = c->rows + row * c->n_in * kernels->item_bytes;
-            prepare_operand(kernels, tiles, c->dtype, values, c->operands + row * stride, c->n_in, false);
-        }
-    }
+    const Product product = product_of(c);
+    const int64_t row_bytes = c->n_in * bytes_of(c->dtype);
+    if (product.by_matrix_unit) pack_operands(&product, c->operands);
+    for (int64_t row = 0; row < c->n_rows && !product.by_matrix_unit; row++)
+        prepare_operand(&product, c->rows + row * row_bytes, c->operands + row * product.stride);
     c->claimed = c->n_started = 0;
     run_in_threads(c->parallel, c->n_threads, run, c);
 }

@@ -92,39 +92,52 @@ typedef struct {
     int64_t row_bytes, stride, columns[2], n_ahead;  // `stride` is from one weight row to the next, in bytes
 } Tiles;
 
-// Computes sums[weight tile][operand tile] for one or two tiles each; prefetches n_ahead lines of each stream at every
-// step.
-INLINE void products(const int n_weights, const int n_operands, const Tiles *t, float sums[2][2][16][16]) {
-    const int64_t row_bytes = t->row_bytes, ahead_bytes = t->n_ahead * LINE_BYTES;
-    const char *weights = t->weights, *more = weights + MATRIX_ROWS * t->stride, *ahead = t->ahead;
-    const char *some = t->operands[0], *others = t->operands[1];
-    const int64_t width = 4 * t->columns[0], other_width = 4 * t->columns[1];
+INLINE void zero_sums(const int n_weights, const int n_operands) {
     _tile_zero(0);
     if (n_operands > 1) _tile_zero(1);
     if (n_weights > 1) _tile_zero(2);
     if (n_weights > 1 && n_operands > 1) _tile_zero(3);
+}
+
+// Adds the products of the next MATRIX_STEP columns of one or two tiles each; moves `operands` on by as many.
+INLINE void add_products(const int n_weights, const int n_operands, const Tiles *t, const char *weights, int64_t stride,
+                         const char **operands) {
+    const int64_t width = 4 * t->columns[0], other_width = 4 * t->columns[1];
+    _tile_loadd(4, weights, stride);
+    if (n_weights > 1) _tile_loadd(5, weights + MATRIX_ROWS * stride, stride);
+    _tile_loadd(6, operands[0], width);
+    operands[0] += MATRIX_ROWS * width;
+    if (n_operands > 1) {
+        _tile_loadd(7, operands[1], other_width);
+        operands[1] += MATRIX_ROWS * other_width;
+    }
+    _tile_dpbf16ps(0, 4, 6);
+    if (n_operands > 1) _tile_dpbf16ps(1, 4, 7);
+    if (n_weights > 1) _tile_dpbf16ps(2, 5, 6);
+    if (n_weights > 1 && n_operands > 1) _tile_dpbf16ps(3, 5, 7);
+}
+
+// Stores sums[weight tile][operand tile].
+INLINE void store_sums(const int n_weights, const int n_operands, float sums[2][2][16][16]) {
+    _tile_stored(0, sums[0][0], LINE_BYTES);
+    if (n_operands > 1) _tile_stored(1, sums[0][1], LINE_BYTES);
+    if (n_weights > 1) _tile_stored(2, sums[1][0], LINE_BYTES);
+    if (n_weights > 1 && n_operands > 1) _tile_stored(3, sums[1][1], LINE_BYTES);
+}
+
+// Computes the sums of one or two tiles each; prefetches n_ahead lines of each stream at every step.
+INLINE void products(const int n_weights, const int n_operands, const Tiles *t, float sums[2][2][16][16]) {
+    const int64_t row_bytes = t->row_bytes, ahead_bytes = t->n_ahead * LINE_BYTES;
+    const char *ahead = t->ahead, *operands[2] = {t->operands[0], t->operands[1]};
+    zero_sums(n_weights, n_operands);
     for (int64_t at = 0; at < row_bytes; at += LINE_BYTES) {
         for (const char *line = ahead; line < ahead + ahead_bytes; line += LINE_BYTES)
 #pragma GCC unroll 8
             for (int i = 0; i < STREAMS; i++) _mm_prefetch(line + i * STREAM_ROWS * row_bytes, _MM_HINT_T1);
         ahead += ahead_bytes;
-        _tile_loadd(4, weights + at, t->stride);
-        if (n_weights > 1) _tile_loadd(5, more + at, t->stride);
-        _tile_loadd(6, some, width);
-        some += MATRIX_ROWS * width;
-        if (n_operands > 1) {
-            _tile_loadd(7, others, other_width);
-            others += MATRIX_ROWS * other_width;
-        }
-        _tile_dpbf16ps(0, 4, 6);
-        if (n_operands > 1) _tile_dpbf16ps(1, 4, 7);
-        if (n_weights > 1) _tile_dpbf16ps(2, 5, 6);
-        if (n_weights > 1 && n_operands > 1) _tile_dpbf16ps(3, 5, 7);
+        add_products(n_weights, n_operands, t, t->weights + at, t->stride, operands);
     }
-    _tile_stored(0, sums[0][0], LINE_BYTES);
-    if (n_operands > 1) _tile_stored(1, sums[0][1], LINE_BYTES);
-    if (n_weights > 1) _tile_stored(2, sums[1][0], LINE_BYTES);
-    if (n_weights > 1 && n_operands > 1) _tile_stored(3, sums[1][1], LINE_BYTES);
+    store_sums(n_weights, n_operands, sums);
 }
 
 // As `products` of two weight tiles, for packed rows: SPAN columns are unpacked while those before them are multiplied.
@@ -136,12 +149,8 @@ INLINE void products_of_packed(const int n_operands, const Product *p, const Til
     Scales scales[2 * MATRIX_ROWS];
     const int64_t n_rows = at_most(2 * MATRIX_ROWS, p->to - row), step = packed_step(p);
     Ahead ahead = {t->ahead ? t->ahead : (const char *)spans, t->ahead ? step : 0};
-    const char *some = t->operands[0], *others = t->operands[1];
-    const int64_t width = 4 * t->columns[0], other_width = 4 * t->columns[1];
-    _tile_zero(0);
-    if (n_operands > 1) _tile_zero(1);
-    _tile_zero(2);
-    if (n_operands > 1) _tile_zero(3);
+    const char *operands[2] = {t->operands[0], t->operands[1]};
+    zero_sums(2, n_operands);
     for (int64_t next = 0; next < p->inner + SPAN; next += SPAN) {
         if (next < p->inner) {
             char *out = t->weights ? (char *)t->weights + next * ITEM_BYTES : (char *)spans[next / SPAN % 2];
@@ -151,26 +160,10 @@ INLINE void products_of_packed(const int n_operands, const Product *p, const Til
         }
         const int64_t end = at_most(next, p->inner);
         const char *span = t->weights ? t->weights + (next - SPAN) * ITEM_BYTES : (char *)spans[(next / SPAN + 1) % 2];
-        for (int64_t at = next - SPAN; at < end; at += MATRIX_STEP) {
-            _tile_loadd(4, span, stride);
-            _tile_loadd(5, span + MATRIX_ROWS * stride, stride);
-            span += LINE_BYTES;
-            _tile_loadd(6, some, width);
-            some += MATRIX_ROWS * width;
-            if (n_operands > 1) {
-                _tile_loadd(7, others, other_width);
-                others += MATRIX_ROWS * other_width;
-            }
-            _tile_dpbf16ps(0, 4, 6);
-            if (n_operands > 1) _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            if (n_operands > 1) _tile_dpbf16ps(3, 5, 7);
-        }
+        for (int64_t at = next - SPAN; at < end; at += MATRIX_STEP, span += LINE_BYTES)
+            add_products(2, n_operands, t, span, stride, operands);
     }
-    _tile_stored(0, sums[0][0], LINE_BYTES);
-    if (n_operands > 1) _tile_stored(1, sums[0][1], LINE_BYTES);
-    _tile_stored(2, sums[1][0], LINE_BYTES);
-    if (n_operands > 1) _tile_stored(3, sums[1][1], LINE_BYTES);
+    store_sums(2, n_operands, sums);
 }
 
 // Writes the results of one accumulator: transposes its 16 lines, one per weight row, to `count` output rows of 16

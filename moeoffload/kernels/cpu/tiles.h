@@ -73,38 +73,50 @@ static inline const TileKernels *tiles_for(const Matrix *parts, int64_t dtype, i
     return NULL;
 }
 
-// Splits n_x operands, at least 5, evenly into sets of at most MOST_X, and calls multiply(size, first) for each, where
-// `size` is a constant: loops over operands are unrolled. No set is smaller than half of MOST_X.
+// Splits n_x operands, at least 5, evenly into sets of at most MOST_X, and calls multiply(size) for each, where `size` is
+// a constant and set_at the set's first operand. No set is smaller than half of MOST_X.
 #define EACH_SET(n_x, multiply)                                                              \
     for (int set_at = 0, set_size; set_at < n_x; set_at += set_size) {                       \
-        set_size = (int)ceil_div(n_x - set_at, ceil_div(n_x - set_at, MOST_X));              \
-        switch (set_size) {                                                                  \
-            SET_OF(2, multiply) SET_OF(3, multiply) SET_OF(4, multiply)                      \
-            SET_OF(5, multiply) SET_OF(6, multiply) SET_OF(7, multiply) SET_OF(8, multiply)  \
-        }                                                                                    \
+        set_size = (int)part_of(n_x - set_at, MOST_X);                                       \
+        WITH_CONSTANT(set_size, MOST_X / 2, MOST_X, multiply)                                \
     }
-#define SET_OF(size, multiply)                                                               \
-    case size:                                                                               \
-        if (size <= MOST_X && 2 * size >= MOST_X) multiply(size, set_at);                    \
-        break;
 
 enum { OPERAND_GAP = 64 };  // bytes between operands
 
-// Returns the bytes of an operand of n elements, for `tiles` unless that is NULL. An operand of the matrix unit is the
-// row itself. Others are followed by a gap: operands at multiples of 4 KiB would compete for the same sets of the
-// first-level cache.
-static inline int64_t operand_bytes(const Kernels *kernels, const TileKernels *tiles, int64_t n, bool by_matrix_unit) {
-    if (by_matrix_unit) return n * kernels->item_bytes;
-    return (tiles ? n / INTEGERS * tiles->block_bytes : padded(n, kernels->block) * kernels->operand_bytes) + OPERAND_GAP;
+// Whether the matrix unit multiplies a matrix, (n_out, inner) elements of dtype, or packed in `parts`.
+static inline bool is_for_matrix_unit(int64_t dtype, int64_t features, const Matrix *parts, int64_t n_out, int64_t inner) {
+    return !tiles_for(parts, dtype, features) && matrix_unit_fits(dtype, features, inner, n_out);
 }
 
-// Converts a row of n elements of dtype to an operand of the kernels that will multiply it.
-static inline void prepare_operand(const Kernels *kernels, const TileKernels *tiles, int64_t dtype, const void *row,
-                                   void *operand, int64_t n, bool by_matrix_unit) {
-    if (tiles)
-        tiles->prepare(row, dtype, operand, n);
-    else if (by_matrix_unit)
-        memcpy(operand, row, n * kernels->item_bytes);
+// Returns a product with such a matrix, without its operands and results: the kernels that compute it, and the bytes
+// from one operand to the next. An operand of the matrix unit is the row itself. Others are followed by a gap: operands
+// at multiples of 4 KiB would compete for the same sets of the first-level cache.
+static inline Product product_with(int64_t dtype, int64_t features, const Matrix *parts, int64_t n_out, int64_t inner,
+                                   bool by_matrix_unit) {
+    const Kernels *kernels = kernels_for(dtype, features);
+    const TileKernels *tiles = tiles_for(parts, dtype, features);
+    const int64_t by_vectors = padded(inner, kernels->block) * kernels->operand_bytes;
+    const int64_t operand_bytes = (tiles ? inner / INTEGERS * tiles->block_bytes : by_vectors) + OPERAND_GAP;
+    return (Product){.kernels = kernels, .tiles = tiles, .by_matrix_unit = by_matrix_unit, .parts = parts, .dtype = dtype,
+                     .n_out = n_out, .inner = inner,
+                     .stride = by_matrix_unit ? inner * bytes_of(dtype) : operand_bytes};
+}
+
+// Converts a row to an operand of a product.
+static inline void prepare_operand(const Product *p, const void *row, void *operand) {
+    if (p->tiles)
+        p->tiles->prepare(row, p->dtype, operand, p->inner);
+    else if (p->by_matrix_unit)
+        memcpy(operand, row, p->stride);
     else
-        kernels->prepare(row, operand, n);
+        p->kernels->prepare(row, operand, p->inner);
+}
+
+static inline void compute(const Product *p) {
+    if (p->tiles)
+        p->tiles->project(p);
+    else if (p->by_matrix_unit)
+        project_by_matrix_unit(p);
+    else
+        p->kernels->project(p);
 }

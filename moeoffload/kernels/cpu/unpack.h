@@ -3,8 +3,7 @@
 
 #include "packed.h"
 
-// bytes_at loads `count` bytes, elements_at `count` elements as floats: at most LANES, filled up with zeros. With
-// AVX-512 by masked loads, which do not touch memory behind them.
+// Loads `count` bytes, at most LANES, and fills up with zeros, as load_some.
 INLINE bits bytes_at(const void *from, int64_t count) {
 #if LANES == 16
     const __mmask16 mask = (__mmask16)((1u << at_most(count, 16)) - 1);
@@ -17,16 +16,6 @@ INLINE bits bytes_at(const void *from, int64_t count) {
 #else
     return (bits){some[0], some[1], some[2], some[3]};
 #endif
-#endif
-}
-INLINE vec elements_at(const void *from, int64_t count, const int type) {
-#if LANES == 16
-    const __mmask16 mask = (__mmask16)((1u << at_most(count, 16)) - 1);
-    if (type == F32) return (vec)_mm512_maskz_loadu_ps(mask, from);
-    const halves raw = (halves)_mm256_maskz_loadu_epi16(mask, from);
-    return type == BF16 ? (vec)(widen_u16(raw) << 16) : widen_f16(raw);
-#else
-    return load_some(from, count, type);
 #endif
 }
 INLINE vec unsigned_at(const void *from, int64_t count) { return __builtin_convertvector((ints)bytes_at(from, count), vec); }
@@ -63,7 +52,7 @@ INLINE bool all_of(ints conditions) {
 INLINE vec factors_at(const char *factors, int64_t group, int64_t shift, int64_t count) {
     factors += group >> shift << 1;
 #if LANES == 16
-    const vec some = elements_at(factors, ((at_most(count, 16) - 1) >> shift) + 1, F16);
+    const vec some = load_some(factors, ((at_most(count, 16) - 1) >> shift) + 1, F16);
     const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     return (vec)_mm512_permutexvar_ps(_mm512_srl_epi32(lanes, _mm_cvtsi64_si128(shift)), (__m512)some);
 #else
@@ -100,10 +89,8 @@ INLINE void read_some_scales(const int kind, const Matrix *m, const char *data, 
             const bits power = raw - 127;
             if (m->offsets == OFFSETS_NONE) store(s->offset + i, (vec)((power << 7 & 0xFFFF) | power << 23), F32);
         } else {
-            scale = elements_at(scales + at * (kind == SCALES_F32 ? 4 : 2), count,
-                                kind == SCALES_F32   ? F32
-                                : kind == SCALES_F16 ? F16
-                                                     : BF16);
+            const int type = kind == SCALES_F32 ? F32 : kind == SCALES_F16 ? F16 : BF16;
+            scale = load_some(scales + at * bytes_of(type), count, type);
             const vec size = choose(scale < 0.0f, -scale, scale);
             tame &= ((size < 0x1p60f) & (size > 0x1p-60f)) | (LANE_NUMBERS >= (int32_t)at_most(count, LANES));
             if (m->codes != CODES_FP8) tame |= scale == 0.0f;
@@ -114,28 +101,22 @@ INLINE void read_some_scales(const int kind, const Matrix *m, const char *data, 
     s->is_wild = !all_of(tame);
 }
 
-#define EACH_ROW(kind)                                                                                           \
-    case kind:                                                                                                   \
-        for (; row < end; row++, s++, data += m->row_bytes) {                                                    \
-            const char *scales = data + m->scales_at;                                                            \
-            if (kind == SCALES_F32 && m->shared)                                                                 \
-                scales = (const char *)(m->shared + (expert * n_shared + row / m->shared_rows) * m->n_groups);   \
-            read_some_scales(kind, m, data, scales, from, s);                                                    \
-        }                                                                                                        \
-        break;
 // Reads the scales of the segment that begins at column `from`, for n_rows rows.
 static TARGET void read_scales(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, int64_t from, Scales *s) {
-    const int64_t end = row + n_rows, n_shared = ceil_div(m->n_out, m->shared_rows);
+    const int64_t n_shared = ceil_div(m->n_out, m->shared_rows);
     const char *data = packed_row(m, expert, row);
-    switch (m->scales) {
-        EACH_ROW(SCALES_F32)
-        EACH_ROW(SCALES_F16)
-        EACH_ROW(SCALES_BF16)
-        EACH_ROW(SCALES_E8M0)
-        EACH_ROW(SCALES_SUPER)
+    for (const int64_t end = row + n_rows; row < end; row++, s++, data += m->row_bytes) {
+        const char *scales = data + m->scales_at;
+        if (m->shared) scales = (const char *)(m->shared + (expert * n_shared + row / m->shared_rows) * m->n_groups);
+        switch (m->scales) {
+            case SCALES_F32: read_some_scales(SCALES_F32, m, data, scales, from, s); break;
+            case SCALES_F16: read_some_scales(SCALES_F16, m, data, scales, from, s); break;
+            case SCALES_BF16: read_some_scales(SCALES_BF16, m, data, scales, from, s); break;
+            case SCALES_E8M0: read_some_scales(SCALES_E8M0, m, data, scales, from, s); break;
+            case SCALES_SUPER: read_some_scales(SCALES_SUPER, m, data, scales, from, s); break;
+        }
     }
 }
-#undef EACH_ROW
 
 static inline int64_t code_bits(const int codes) {
     return codes == CODES_F32 ? 32 : codes >= CODES_BF16 ? 16 : codes <= CODES_INT8 ? 8 : 4;

@@ -1,21 +1,18 @@
 // Unpacks rows of packed weights to elements of one format; included by format_body.h for each format, see there.
 //
 // If the includer defines WORDS (which rounds two vectors of floats to a vector of 32 16-bit elements), AVX-512 unpacks
-// by tables: the levels times a group's scale are rounded once, and codes are looked up in this table. In bfloat16 a
-// scale that is a power of two is added to the exponents instead, which is exact; so are the upper two exponent bits of
-// FP8, of which only the lower five bits are looked up. Without WORDS codes become floats, which are scaled and
-// rounded.
+// by tables: the levels times a group's scale are rounded once, and codes are looked up in this table. Of FP8 in
+// bfloat16 only the lower five bits are looked up; the upper two bits of the exponent are added to the exponents, which
+// is exact, and so is a scale that is a power of two. Without WORDS codes become floats, which are scaled and rounded.
 
 // What all rows of a span share: the groups of its four runs of 16 weights, counted from the first group of the
 // segment; the levels in which codes are looked up, before scaling, as floats (`low`, `high`) and as elements
 // (`words`).
 typedef struct {
     int64_t group[4];
-    const float *levels;
 #ifdef WORDS
     vec low, high;
     __m512i words;
-    __mmask32 is_nonzero;
 #endif
 } NAME(Span);
 
@@ -27,70 +24,37 @@ INLINE vec NAME(scaled)(const int offsets, vec values, const Scales *s, int64_t 
     return offsets == OFFSETS_ZERO ? (values - offset) * scale : values * scale - offset;
 }
 
-// Unpacks two vectors of weights to elements; if is_tame, no weight is NaN, except for FP8 codes of NaN.
-INLINE void NAME(unpack_two)(int codes, int offsets, bool is_tame, const uint8_t *code, const uint8_t *high,
-                             const float *levels, const Scales *s, int64_t first, int64_t second, ELEMENT *out) {
-    // Both vectors have one scale (groups have 16 weights or more), so even and odd elements can stay apart and become
-    // pairs of bfloat16 by a shift and a mask, without a shuffle.
+// Unpacks the weights of a span by way of floats; if is_tame, no weight is NaN, except for FP8 codes of NaN.
+INLINE void NAME(unpack_floats)(const int codes, const int offsets, const bool is_tame, const Matrix *m, const uint8_t *code,
+                                const uint8_t *high, const NAME(Span) *g, const Scales *s, ELEMENT *out) {
+    // Groups have 16 weights or more, so both vectors have one scale if they are shorter: even and odd elements can stay
+    // apart and become pairs of bfloat16 by a shift and a mask, without a shuffle.
     const bool is_split = TYPE == BF16 && LANES < 16 && codes != CODES_FP8;
-    pair v = codes == CODES_FP8 ? fp8_at(code) : values_at(codes, levels, code, high);
-    if (!is_split && codes != CODES_FP8) v = in_order(v);
-    v.a = NAME(scaled)(offsets, v.a, s, first), v.b = NAME(scaled)(offsets, v.b, s, second);
-    if (is_split) {
-        const bits both = bits_of(v.a, is_tame) >> 16 | (bits_of(v.b, is_tame) & 0xFFFF0000);
-        memcpy(out, &both, sizeof both);
-#if LANES == 8
-    } else if (TYPE == BF16) {  // one store, because one load reads both right afterwards
-        const __m256i a = (__m256i)(bits_of(v.a, is_tame) >> 16), b = (__m256i)(bits_of(v.b, is_tame) >> 16);
-        const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xD8);
-        memcpy(out, &both, sizeof both);
-#endif
-    } else {
-        store(out, v.a, TYPE);
-        store(out + LANES, v.b, TYPE);
-    }
-}
-
-#ifndef WORDS
-INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_power, const uint8_t *code, const uint8_t *high,
-                              const NAME(Span) *g, const Scales *s, ELEMENT *out) {
 #pragma GCC unroll 1
-    for (int i = 0; i < SPAN; i += 2 * LANES)
-        NAME(unpack_two)(codes, offsets, true, code + i * code_bits(codes) / 8, high + i * high_bits(codes) / 8, g->levels, s,
-                         g->group[i / 16], g->group[(i + LANES) / 16], out + i);
-    return true;
-}
-#else
-// Unpacks a span of FP8 codes by way of float16; returns false if there is a NaN, which that conversion does not
-// support.
-INLINE bool NAME(unpack_fp8)(const uint8_t *code, const NAME(Span) *g, const Scales *s, ELEMENT *out) {
-    const __m512i raw = _mm512_loadu_si512(code);
-    if (_mm512_cmpeq_epi8_mask(_mm512_add_epi8(raw, raw), _mm512_set1_epi8((char)0xFE))) return false;
-    for (int i = 0; i < 4; i += 2) {
-        // Sign, 4 exponent bits and 3 fraction bits at the places of float16 give 1/256 of the value.
-        const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(code + 16 * i)));
-        const __m512i half = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16((short)0xBF80));
-        const vec a = (vec)_mm512_cvtph_ps(_mm512_castsi512_si256(half)) * 256.0f;
-        const vec b = (vec)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1)) * 256.0f;
-        _mm512_storeu_si512(out + 16 * i, WORDS(a * all(s->scale[g->group[i]]), b * all(s->scale[g->group[i + 1]])));
+    for (int i = 0; i < SPAN; i += 2 * LANES) {
+        const uint8_t *some = code + i * code_bits(codes) / 8, *some_high = high + i * high_bits(codes) / 8;
+        pair v = codes == CODES_FP8 ? fp8_at(some) : values_at(codes, m->levels, some, some_high);
+        if (!is_split && codes != CODES_FP8) v = in_order(v);
+        v.a = NAME(scaled)(offsets, v.a, s, g->group[i / 16]);
+        v.b = NAME(scaled)(offsets, v.b, s, g->group[(i + LANES) / 16]);
+        if (is_split) {
+            const bits both = bits_of(v.a, is_tame) >> 16 | (bits_of(v.b, is_tame) & 0xFFFF0000);
+            memcpy(out + i, &both, sizeof both);
+        } else {
+            store(out + i, v.a, TYPE);
+            store(out + i + LANES, v.b, TYPE);
+        }
     }
-    return true;
 }
 
+#ifdef WORDS
 // Unpacks a span of SPAN weights of one row by tables; returns false if that cannot handle its codes (FP8 NaN).
-INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_power, const uint8_t *code, const uint8_t *high,
-                              const NAME(Span) *g, const Scales *s, ELEMENT *out) {
+INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_power, const Matrix *m, const uint8_t *code,
+                              const uint8_t *high, const NAME(Span) *g, const Scales *s, ELEMENT *out) {
     const __m512i low_nibbles = _mm512_set1_epi32(0x000F000F), sixteen = _mm512_set1_epi16(16);
 #define SCALED(values, i) NAME(scaled)(offsets, values, s, g->group[i])
     if (codes == CODES_LEVELS4 || codes == CODES_UINT5) {
-        __m512i table;
-        if (is_power) {
-            const __m512i first = _mm512_set1_epi32(((const int32_t *)s->offset)[g->group[0]]);
-            const __m512i both = _mm512_mask_set1_epi32(first, 0xFF00, ((const int32_t *)s->offset)[g->group[2]]);
-            table = _mm512_mask_add_epi16(g->words, g->is_nonzero, g->words, both);
-        } else {
-            table = WORDS(SCALED(g->low, 0), codes == CODES_UINT5 ? SCALED(g->high, 0) : SCALED(g->low, 2));
-        }
+        __m512i table = WORDS(SCALED(g->low, 0), codes == CODES_UINT5 ? SCALED(g->high, 0) : SCALED(g->low, 2));
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
             const __m512i raw = nibbles_at(code + 16 * half), shifted = _mm512_slli_epi32(raw, 12);
@@ -129,8 +93,7 @@ INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_
         _mm512_storeu_si512(out + 32, WORDS(SCALED(c, 2), SCALED(d, 3)));
         return true;
     }
-    if (codes == CODES_FP8 && TYPE != BF16) return NAME(unpack_fp8)(code, g, s, out);
-    if (codes == CODES_FP8) {
+    if (codes == CODES_FP8 && TYPE == BF16) {
         // Without the sign, codes 0x08 to 0x7E are normal numbers, 0x7F is NaN, and smaller codes are zero or
         // subnormal.
         const __m512i raw = _mm512_loadu_si512(code), twice = _mm512_add_epi8(raw, raw);
@@ -154,146 +117,105 @@ INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_
         return true;
     }
 #undef SCALED
-    return false;
-}
-#endif
-
-// Unpacks a span for any scales and codes, which is slower.
-static TARGET __attribute__((noinline)) void NAME(unpack_any)(const Matrix *m, const uint8_t *code, const uint8_t *high,
-                                                              const NAME(Span) *g, const Scales *s, ELEMENT *out) {
-#ifdef WORDS
-    if (m->codes == CODES_FP8 && !s->is_wild && NAME(unpack_fp8)(code, g, s, out)) return;
-#endif
-    const int codes = (int)m->codes;
-    if (codes < CODES_BF16) {
-        for (int i = 0; i < SPAN; i += 2 * LANES)
-            NAME(unpack_two)(codes, (int)m->offsets, false, code + i * code_bits(codes) / 8, high + i * high_bits(codes) / 8,
-                             m->levels, s, g->group[i / 16], g->group[(i + LANES) / 16], out + i);
-        return;
-    }
-    for (int i = 0; i < SPAN; i += LANES) store(out + i, plain_at(code + i * code_bits(codes) / 8, codes), TYPE);
+    NAME(unpack_floats)(codes, offsets, true, m, code, high, g, s, out);
+    return true;
 }
 
-// Sets the tables of a span, which depend only on the codes and levels.
-INLINE void NAME(set_tables)(const int codes, const Matrix *m, NAME(Span) *span) {
-    span->levels = m->levels;
-#ifdef WORDS
+// Returns the tables of a span, which depend only on the codes and levels.
+INLINE NAME(Span) NAME(tables_of)(const int codes, const Matrix *m) {
     const vec numbers = __builtin_convertvector(LANE_NUMBERS, vec);
-    span->low = codes == CODES_LEVELS4 ? load(m->levels, F32) : codes == CODES_FP8 ? fp8_values(0) : numbers;
-    span->high = codes == CODES_LEVELS4 ? span->low : codes == CODES_FP8 ? fp8_values(16) : numbers + 16.0f;
-    span->words = WORDS(span->low, span->high);
-    span->is_nonzero = _mm512_test_epi16_mask(span->words, _mm512_set1_epi16(0x7FFF));
-#endif
+    NAME(Span) span;
+    span.low = codes == CODES_LEVELS4 ? load(m->levels, F32) : codes == CODES_FP8 ? fp8_values(0) : numbers;
+    span.high = codes == CODES_LEVELS4 ? span.low : codes == CODES_FP8 ? fp8_values(16) : numbers + 16.0f;
+    span.words = WORDS(span.low, span.high);
+    return span;
 }
-
-// Whether groups are so small that two of them meet in a vector of codes that `unpack_fast` looks up in one table.
-INLINE bool NAME(is_too_fine)(const int codes, int64_t shift) {
-#ifdef WORDS
-    return shift < 5 && (codes == CODES_LEVELS4 || codes == CODES_UINT5);
-#else
-    return false;
 #endif
-}
 
-// Unpacks `count` columns of a row, at most SPAN, and fills up with zeros, for any scales and codes.
-static TARGET __attribute__((noinline)) void NAME(unpack_some)(const Matrix *m, const uint8_t *code, const uint8_t *high,
-                                                               int64_t count, const NAME(Span) *g, const Scales *s,
-                                                               ELEMENT *out) {
-    const int codes = (int)m->codes;
-    uint8_t some[4 * SPAN] = {0}, some_high[SPAN / 4] = {0};
-    memcpy(some, code, ceil_div(count * code_bits(codes), 8));
-    memcpy(some_high, high, ceil_div(count * high_bits(codes), 8));
-    NAME(unpack_any)(m, some, some_high, g, s, out);
-    memset(out + count, 0, (SPAN - count) * sizeof(ELEMENT));
+INLINE void NAME(find_groups)(NAME(Span) *span, int64_t column, int64_t shift) {
+    for (int i = 0; i < 4; i++) span->group[i] = ((column & (SEGMENT - 1)) + 16 * i) >> shift;
 }
 
 // Unpacks columns from..to of a row, within a segment, for any scales and codes; `from` is a multiple of SPAN.
 static TARGET __attribute__((noinline)) void NAME(any_spans)(const Matrix *m, const uint8_t *row, int64_t from, int64_t to,
                                                              const Scales *s, ELEMENT *out) {
     const int codes = (int)m->codes;
-    const int64_t first = from / SEGMENT * SEGMENT;
-    for (int64_t at = from; at < to; at += SPAN) {
-        NAME(Span) span;
-        ELEMENT some[SPAN];
-        for (int i = 0; i < 4; i++) span.group[i] = (at - first + 16 * i) >> m->shift;
-        const uint8_t *code = row + at * code_bits(codes) / 8, *high = row + m->high + at * high_bits(codes) / 8;
+    for (int64_t at = from; at < to; at += SPAN, out += SPAN) {
         const int64_t count = at_most(to - at, SPAN);
-        NAME(unpack_some)(m, code, high, count, &span, s, some);
-        memcpy(out + at - from, some, count * sizeof(ELEMENT));
+        uint8_t code[4 * SPAN] = {0}, high[SPAN / 4] = {0};
+        memcpy(code, row + at * code_bits(codes) / 8, ceil_div(count * code_bits(codes), 8));
+        memcpy(high, row + m->high + at * high_bits(codes) / 8, ceil_div(count * high_bits(codes), 8));
+        ELEMENT some[SPAN];
+        if (codes < CODES_BF16) {
+            NAME(Span) span;
+            NAME(find_groups)(&span, at, m->shift);
+            NAME(unpack_floats)(codes, (int)m->offsets, false, m, code, high, &span, s, some);
+        } else {
+            for (int i = 0; i < SPAN; i += LANES) store(some + i, plain_at(code + i * code_bits(codes) / 8, codes), TYPE);
+        }
+        memcpy(out, some, count * sizeof(ELEMENT));
     }
 }
 
-// As any_spans, but uses unpack_fast as long as it can, and prefetches `ahead`.
+// As any_spans, but faster as long as possible, and prefetches `ahead`.
 INLINE void NAME(spans)(const int codes, const int offsets, const bool is_power, const Matrix *m, const uint8_t *row,
                         int64_t from, int64_t to, const Scales *s, ELEMENT *out, Ahead *ahead) {
-    const int64_t shift = m->shift, second = shift < 5, third = shift < 5 ? 2 : shift < 6, first = from / SEGMENT * SEGMENT;
+    bool is_fast = !s->is_wild;
+#ifdef WORDS
+    NAME(Span) span = NAME(tables_of)(codes, m);
+    // Two groups would meet in a vector of codes that are looked up in one table.
+    if (codes == CODES_LEVELS4 || codes == CODES_UINT5) is_fast &= m->shift >= 5;
+#else
     NAME(Span) span;
-    NAME(set_tables)(codes, m, &span);
-    int64_t at = from;
-    if (!s->is_wild && !NAME(is_too_fine)(codes, shift)) {
-        const uint8_t *code = row + at * code_bits(codes) / 8, *high = row + m->high + at * high_bits(codes) / 8;
-        for (; at + SPAN <= to; at += SPAN) {
-            span.group[0] = (at - first) >> shift;
-            span.group[1] = span.group[0] + second, span.group[2] = span.group[0] + third;
-            span.group[3] = span.group[2] + second;
-            __builtin_prefetch(ahead->at, 0, 2);
-            // Moves the next codes from the second-level to the first-level cache.
-            __builtin_prefetch((const char *)code + 64, 0, 3);
-            ahead->at += ahead->step;
-            if (!NAME(unpack_fast)(codes, offsets, is_power, code, high, &span, s, out + at - from)) break;
-            code += SPAN * code_bits(codes) / 8, high += SPAN * high_bits(codes) / 8;
-        }
+#endif
+    const uint8_t *code = row + from * code_bits(codes) / 8, *high = row + m->high + from * high_bits(codes) / 8;
+    for (; is_fast && from + SPAN <= to; from += SPAN, out += SPAN) {
+        NAME(find_groups)(&span, from, m->shift);
+        __builtin_prefetch(ahead->at, 0, 2);
+        // Moves the next codes from the second-level to the first-level cache.
+        __builtin_prefetch((const char *)code + 64, 0, 3);
+        ahead->at += ahead->step;
+#ifdef WORDS
+        if (!NAME(unpack_fast)(codes, offsets, is_power, m, code, high, &span, s, out)) break;
+#else
+        NAME(unpack_floats)(codes, offsets, true, m, code, high, &span, s, out);
+#endif
+        code += SPAN * code_bits(codes) / 8, high += SPAN * high_bits(codes) / 8;
     }
-    if (__builtin_expect(at < to, false)) NAME(any_spans)(m, row, at, to, s, out + at - from);
+    if (__builtin_expect(from < to, false)) NAME(any_spans)(m, row, from, to, s, out);
 }
 
-#define EACH_CODES                                \
-    case CODES_FP8:                               \
-        if (is_power) {                           \
-            SPANS(CODES_FP8, OFFSETS_NONE, true)  \
-        } else {                                  \
-            SPANS(CODES_FP8, OFFSETS_NONE, false) \
-        }                                         \
-        break;                                    \
-        EACH_OFFSETS(CODES_INT8)                  \
-        EACH_OFFSETS(CODES_LEVELS4)               \
-        EACH_OFFSETS(CODES_UINT5)                 \
-        EACH_OFFSETS(CODES_INT6)
-#define SPANS(codes, offsets, is_power) \
-    for (int64_t r = 0; r < n_rows; r++) \
-        NAME(spans)(codes, offsets, is_power, m, data + r * m->row_bytes, from, end, scales + r, \
-                    elements + r * stride, &ahead);
-#define EACH_OFFSETS(codes)                                                                                       \
-    case codes:                                                                                                   \
-        if (m->offsets == OFFSETS_ZERO) {                                                                         \
-            SPANS(codes, OFFSETS_ZERO, false)                                                                     \
-        } else if (m->offsets == OFFSETS_MIN) {                                                                   \
-            SPANS(codes, OFFSETS_MIN, false)                                                                      \
-        } else if (is_power && codes == CODES_LEVELS4) {                                                          \
-            SPANS(codes, OFFSETS_NONE, true)                                                                      \
-        } else {                                                                                                  \
-            SPANS(codes, OFFSETS_NONE, false)                                                                     \
-        }                                                                                                         \
-        break;
+// Unpacks columns from..to of a row, within a segment, by way of `spans` with constant codes and offsets.
+INLINE void NAME(unpack_row)(const int codes, const Matrix *m, const uint8_t *row, int64_t from, int64_t to, const Scales *s,
+                             ELEMENT *out, Ahead *ahead) {
+    if (codes != CODES_FP8 && m->offsets == OFFSETS_ZERO)
+        NAME(spans)(codes, OFFSETS_ZERO, false, m, row, from, to, s, out, ahead);
+    else if (codes != CODES_FP8 && m->offsets == OFFSETS_MIN)
+        NAME(spans)(codes, OFFSETS_MIN, false, m, row, from, to, s, out, ahead);
+    else if (codes == CODES_FP8 && TYPE == BF16 && m->scales == SCALES_E8M0)
+        NAME(spans)(codes, OFFSETS_NONE, true, m, row, from, to, s, out, ahead);
+    else
+        NAME(spans)(codes, OFFSETS_NONE, false, m, row, from, to, s, out, ahead);
+}
+
 // Unpacks columns from..to of n_rows rows; see `unpack` of Kernels.
 static TARGET void NAME(unpack)(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, int64_t from, int64_t to,
                                 Scales *scales, void *out, int64_t stride, Ahead ahead) {
-    const uint8_t *data = (const uint8_t *)packed_row(m, expert, row);
     ELEMENT *elements = out;
-    const bool is_power = TYPE == BF16 && m->scales == SCALES_E8M0;
-    while (from < to) {
-        const int64_t end = at_most((from / SEGMENT + 1) * SEGMENT, to);
+    for (int64_t end; from < to; elements += end - from, from = end) {
+        end = at_most((from / SEGMENT + 1) * SEGMENT, to);
         if (from % SEGMENT == 0) read_scales(m, expert, row, n_rows, from, scales);
-        switch (m->codes) {
-            EACH_CODES
-            default:
-                for (int64_t r = 0; r < n_rows; r++)
-                    NAME(any_spans)(m, data + r * m->row_bytes, from, end, scales + r, elements + r * stride);
+        for (int64_t r = 0; r < n_rows; r++) {
+            const uint8_t *data = (const uint8_t *)packed_row(m, expert, row + r);
+            ELEMENT *to_row = elements + r * stride;
+            switch (m->codes) {
+                case CODES_FP8: NAME(unpack_row)(CODES_FP8, m, data, from, end, scales + r, to_row, &ahead); break;
+                case CODES_INT8: NAME(unpack_row)(CODES_INT8, m, data, from, end, scales + r, to_row, &ahead); break;
+                case CODES_LEVELS4: NAME(unpack_row)(CODES_LEVELS4, m, data, from, end, scales + r, to_row, &ahead); break;
+                case CODES_UINT5: NAME(unpack_row)(CODES_UINT5, m, data, from, end, scales + r, to_row, &ahead); break;
+                case CODES_INT6: NAME(unpack_row)(CODES_INT6, m, data, from, end, scales + r, to_row, &ahead); break;
+                default: NAME(any_spans)(m, data, from, end, scales + r, to_row);
+            }
         }
-        elements += end - from;
-        from = end;
     }
 }
-#undef SPANS
-#undef EACH_CODES
-#undef EACH_OFFSETS

@@ -10,6 +10,20 @@
 #define INLINE static inline __attribute__((always_inline)) TARGET
 #define UNROLL _Pragma("GCC unroll 8")
 
+// Calls DO with n as a constant, so that loops up to it are unrolled; n is from `least` to `most`, at most 8.
+#define WITH_CONSTANT(n, least, most, DO)                       \
+    switch (n) {                                                \
+    case 1: if (least <= 1) { DO(1); } break;                   \
+    case 2: if (least <= 2 && most >= 2) { DO(2); } break;      \
+    case 3: if (least <= 3 && most >= 3) { DO(3); } break;      \
+    case 4: if (least <= 4 && most >= 4) { DO(4); } break;      \
+    case 5: if (most >= 5) { DO(5); } break;                    \
+    case 6: if (most >= 6) { DO(6); } break;                    \
+    case 7: if (most >= 7) { DO(7); } break;                    \
+    case 8: if (most >= 8) { DO(8); } break;                    \
+    default: __builtin_unreachable();                           \
+    }
+
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
@@ -77,20 +91,30 @@ INLINE halves narrow_f16(vec values) {
 #endif
 #endif
 
+INLINE vec widened(halves values, const int type) {
+    return type == BF16 ? (vec)(widen_u16(values) << 16) : widen_f16(values);
+}
+
 INLINE vec load(const void *from, const int type) {
     vec values;
     halves narrow;
     if (type == F32) return memcpy(&values, from, sizeof values), values;
     memcpy(&narrow, from, sizeof narrow);
-    return type == BF16 ? (vec)(widen_u16(narrow) << 16) : widen_f16(narrow);
+    return widened(narrow, type);
 }
 
 // Loads `count` elements, at most LANES, and fills up with zeros: memory behind them may hold NaN or be unmapped.
 INLINE vec load_some(const void *from, int64_t count, const int type) {
+#if LANES == 16  // masked loads do not touch that memory
+    const __mmask16 mask = (__mmask16)((1u << at_most(count, 16)) - 1);
+    if (type == F32) return (vec)_mm512_maskz_loadu_ps(mask, from);
+    return widened((halves)_mm256_maskz_loadu_epi16(mask, from), type);
+#else
     if (count >= LANES) return load(from, type);
     char filled[4 * LANES] = {0};
     memcpy(filled, from, count * bytes_of(type));
     return load(filled, type);
+#endif
 }
 
 INLINE void store(void *to, vec values, const int type) {
