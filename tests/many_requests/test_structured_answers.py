@@ -16,8 +16,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from many_requests.http_kit import Process
 from many_requests.random_schemas import SCHEMAS, Schema
-from many_requests.serve_process import Server
 from moeoffload.serve.grammar import Grammar, GrammarCompiler, GrammarState
 from moeoffload.serve.response_formats import answer_format
 
@@ -31,7 +31,7 @@ def form(schema: Schema) -> Any:
     return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
 
 
-async def answers(server: Server, asked: list[dict[str, Any]]) -> list[tuple[str, str]]:
+async def answers(server: Process, asked: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """The text and the end of each choice, of all requests at once."""
     async with server.clients() as many:
 
@@ -57,7 +57,7 @@ async def answers(server: Server, asked: list[dict[str, Any]]) -> list[tuple[str
 )
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
 def test_answers_are_valid_by_their_schema_greedy_and_sampled_together(
-    serve_process: Server, schema: Schema, seed: int
+    serve_process: Process, schema: Schema, seed: int
 ) -> None:
     common = {"response_format": form(schema), "max_tokens": 1000, **CLOSING}
     sampled = {"temperature": 1.0, "seed": seed, "n": 2}
@@ -68,7 +68,7 @@ def test_answers_are_valid_by_their_schema_greedy_and_sampled_together(
         validator.validate(json.loads(text))
 
 
-def test_expressions_choices_and_plain_requests_at_the_same_time(serve_process: Server) -> None:
+def test_expressions_choices_and_plain_requests_at_the_same_time(serve_process: Process) -> None:
     forms: dict[str, dict[str, Any]] = {
         r"[0-9]{3}-[a-f]{4}": {"structured_outputs": {"regex": "[0-9]{3}-[a-f]{4}"}},
         r"(ja|nein)\.": {"guided_regex": r"(ja|nein)\."},
@@ -85,18 +85,12 @@ def test_expressions_choices_and_plain_requests_at_the_same_time(serve_process: 
             assert re.fullmatch(pattern, text), text
 
 
-def test_completions_and_json_objects_and_whole_answers(serve_process: Server) -> None:
-    with serve_process.client() as client:
-        whole = client.chat.completions.create(
-            model="demo", messages=ASK, response_format={"type": "json_object"}, logprobs=True, **CLOSING
-        ).choices[0]
-        text = whole.message.content or ""
-        assert isinstance(json.loads(text), dict)
-        assert whole.logprobs is not None
-        assert "".join(entry.token for entry in whole.logprobs.content or ()) == text
-        body = {"structured_outputs": {"json": {"type": "integer", "minimum": 10, "maximum": 99}}}
-        done = client.completions.create(model="demo", prompt="x", extra_body=body, temperature=0)
-        assert 10 <= int(done.choices[0].text) <= 99
+def test_completions_and_json_objects_and_whole_answers(serve_process: Process) -> None:
+    whole = serve_process.chat(ASK, response_format={"type": "json_object"}, logprobs=True, **CLOSING).choices[0]
+    assert isinstance(json.loads(whole.message.content), dict)
+    assert "".join(entry.token for entry in whole.logprobs.content) == whole.message.content
+    body = {"structured_outputs": {"json": {"type": "integer", "minimum": 10, "maximum": 99}}}
+    assert 10 <= int(serve_process.complete(extra_body=body, temperature=0).choices[0].text) <= 99
 
 
 def nested(depth: int) -> Schema:
@@ -129,14 +123,14 @@ def nested(depth: int) -> Schema:
     ],
 )
 def test_forms_that_cannot_be_are_refused_by_name(
-    serve_process: Server, body: dict[str, Any], param: str | None, words: str
+    serve_process: Process, body: dict[str, Any], param: str | None, words: str
 ) -> None:
     reply = serve_process.ask("POST", "/v1/chat/completions", {"model": "demo", "messages": ASK} | body)
     assert (reply.status, words in reply.error["message"]) == (400, True), reply.text
     assert param is None or reply.error["param"] == param
 
 
-def test_an_answer_whose_form_becomes_too_complex_ends_alone(serve_process: Server) -> None:
+def test_an_answer_whose_form_becomes_too_complex_ends_alone(serve_process: Process) -> None:
     def ask(form_: dict[str, Any]) -> Any:
         body = {"model": "demo", "messages": ASK, "temperature": 1, "seed": 1, "max_tokens": 100}
         return serve_process.ask("POST", "/v1/chat/completions", body | form_)
