@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEMO, expert_server
+from conftest import DEMO
 from models import edit_config
+from server_processes import ServerProcess
 
 from moeoffload import open_model
 from moeoffload.control.client import ControlClient
@@ -43,7 +44,7 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def traced_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     folder = tmp_path_factory.mktemp("traced")
-    with expert_server(folder, "--trace-memory") as one, expert_server(folder, "--trace-memory") as two:
+    with ServerProcess(folder, "--trace-memory") as one, ServerProcess(folder, "--trace-memory") as two:
         yield [one.address, two.address]
 
 
