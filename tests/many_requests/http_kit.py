@@ -8,7 +8,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from email.message import Message
 from http.client import HTTPConnection
@@ -20,7 +20,7 @@ import openai
 from command_lines import Command, Commands, wait_until
 from conftest import DEMO
 from models import secret_file
-from serving_snapshots import scripted
+from serving_snapshots import Told, scripted
 
 from moeoffload.config import ServeSettings
 from moeoffload.errors import BusyError
@@ -210,14 +210,19 @@ class Running(Http):
         return not self.thread.is_alive()
 
 
+Snapshot = Callable[[bool], dict[str, Any]]
+
+
 @contextlib.contextmanager
-def serving(engine: FakeEngine, tokenizer: Any, key: str = "none", **settings: Any) -> Iterator[Running]:
-    """``key`` is what the client shows; ``settings`` may demand one."""
+def serving(
+    engine: FakeEngine, tokenizer: Any, key: str = "none", snapshot: Snapshot = Told(scripted(1)), **settings: Any
+) -> Iterator[Running]:
+    """``key`` is what the client shows; ``settings`` may demand one. ``snapshot`` gives the figures."""
     checked = ServeSettings(port=0, **settings)
     listener = bind_socket(checked)
     ready = threading.Event()
     served = cast(ServingEngine, engine)
-    app, answering = create_app(served, tokenizer, "demo", checked, lambda watch: scripted(1)[0])
+    app, answering = create_app(served, tokenizer, "demo", checked, snapshot)
     server = HttpServer(app, answering, served, checked, ready.set)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
