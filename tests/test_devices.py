@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import STEP_TIMEOUT_S, Commands
+from command_lines import STEP_TIMEOUT_S
 from conftest import DEMO, RunningServer, StartServer, connected
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -226,23 +226,6 @@ def test_another_model_takes_the_place_of_what_is_warm(start_server: StartServer
         with open_model(model, experts=[server.address], device="cpu", slots=1) as offloaded, torch.inference_mode():
             offloaded.model(torch.arange(5, 25)[None])
     assert all(used <= budget for used, budget in taken(server))
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--gpu", "0,0"], "--gpu: '0,0' is not allowed (0 is there twice)"),
-        (["--gpu", "a,b"], "--gpu: 'a,b' is not allowed ('a' is no number of a GPU)"),
-        (["--gpu", "0,"], "--gpu: '0,' is not allowed ('' is no number of a GPU)"),
-        (["--gpu", "0,1", "--device", "cpu"], "gpu 0,1 was given too, which is cuda:0,cuda:1"),
-        (["--gpu", "0,99"], "this machine has no such GPU"),
-    ],
-)
-def test_lists_that_name_no_gpus_are_refused_in_a_sentence(words: list[str], told: str, commands: Commands) -> None:
-    result = commands.run("moeoffload-expert", *words, "--listen", "127.0.0.1:0")
-    assert result.code == 2
-    (line,) = (line for line in result.err.splitlines() if "importing torch" not in line)
-    assert told in line
 
 
 def test_ram_goes_with_one_device(start_server: StartServer) -> None:
