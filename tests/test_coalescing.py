@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import DEMO, StartServer, connected
 from cpu_kernels.experts import gated_experts
-from engine_kit import BF16, F16, F32, HIDDEN, N_EXPERTS, SOON_S, Host, raw_exchange, set_slot, unspoilt
+from engine_kit import BF16, F16, F32, HIDDEN, N_EXPERTS, SOON_S, Host, raw_exchange, set_field, set_slot, unspoilt
 
 from moeoffload import open_model
 from moeoffload.expert_server.batcher import Batch
@@ -117,18 +117,14 @@ def bad_slot(header: FrameHeader, views: Any) -> None:
     views.slots[0, 0] = N_EXPERTS
 
 
-def bad_epoch(header: FrameHeader, views: Any) -> None:
-    header.epoch = 7
-
-
 def not_finite(header: FrameHeader, views: Any) -> None:
     views.rows[0, 3] = float("inf")
 
 
 @pytest.mark.parametrize(
     ("spoil", "code"),
-    [(bad_slot, ErrorCode.BAD_SLOT), (bad_epoch, ErrorCode.BAD_FRAME), (not_finite, ErrorCode.PAYLOAD)],
-    ids=lambda value: getattr(value, "__name__", ""),
+    [(bad_slot, ErrorCode.BAD_SLOT), (set_field("epoch", 7), ErrorCode.BAD_FRAME), (not_finite, ErrorCode.PAYLOAD)],
+    ids=["slot", "epoch", "not finite"],
 )
 @pytest.mark.parametrize("at", [0, 2])
 def test_an_error_in_one_of_four_fails_only_that_one(make: Any, spoil: Any, code: ErrorCode, at: int) -> None:

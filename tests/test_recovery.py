@@ -56,11 +56,6 @@ def recovery(offloaded: OffloadedModel) -> dict[str, int]:
     return figures
 
 
-def wait_until_back(offloaded: OffloadedModel) -> None:
-    shards = offloaded.shards
-    wait_until(lambda: all(each.current is each.holders[0].link for each in shards), "the server in use", BACK_S)
-
-
 def is_back(offloaded: OffloadedModel, address: str) -> bool:
     """Whether every part that a server is to hold is there again, and its event is told, too: under the same lock."""
     back = []
@@ -89,7 +84,8 @@ def test_a_stopped_server_is_replaced_at_the_deadline_and_used_again(start_serve
             strike(offloaded, 21, lambda: server.process.send_signal(signal.SIGSTOP))
             assert tokens_of(offloaded) == expected
             server.process.send_signal(signal.SIGCONT)
-            wait_until_back(offloaded)
+            (shard,) = offloaded.shards
+            wait_until(lambda: shard.current is shard.holders[0].link, "the server in use", BACK_S)
             wait_until(lambda: lost() is None, "the end of the lost link, with its segment and its sockets")
         before = recovery(offloaded)["fallback_calls"]
         assert tokens_of(offloaded) == expected

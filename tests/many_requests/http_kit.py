@@ -40,6 +40,11 @@ def tokens_of(text: str) -> list[int]:
     return [*text.encode(), EOS]
 
 
+def form(schema: dict[str, Any]) -> dict[str, Any]:
+    """The ``response_format`` of answers that are valid by a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
+
+
 @dataclass
 class FakeTicket:
     """A request; `events` are what has been told of it."""
@@ -155,7 +160,7 @@ class Http:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self, **options: Any) -> Any:
-        base = {"base_url": f"{self.url}/v1", "api_key": self.key, "max_retries": 0, "timeout": WAIT_S}
+        base: dict[str, Any] = {"base_url": f"{self.url}/v1", "api_key": self.key, "max_retries": 0, "timeout": WAIT_S}
         return openai.OpenAI(**base | options)
 
     def clients(self) -> openai.AsyncOpenAI:

@@ -50,7 +50,7 @@ def test_a_stream_has_whole_characters_and_the_same_text(server: Running, engine
 def test_a_stop_string_over_several_tokens_is_cut_and_never_told(server: Running, engine: FakeEngine) -> None:
     engine.held = True  # the answer goes on until it is cancelled
     engine.tokens = list(b"one two three END four")
-    options = {"stop": ["four", "END", "x", "y"], "logprobs": True}
+    options: dict[str, Any] = {"stop": ["four", "END", "x", "y"], "logprobs": True}
     whole = server.chat(**options).choices[0]
     parts = [chunk.choices[0] for chunk in server.chat(stream=True, **options)]
     assert whole.message.content == "".join(part.delta.content or "" for part in parts) == "one two three "

@@ -17,7 +17,7 @@ import pytest
 from command_lines import wait_until
 from models import secret_file
 
-from many_requests.http_kit import HI, KEY, FakeEngine, Running, serving, tokens_of
+from many_requests.http_kit import HI, KEY, FakeEngine, Running, form, serving, tokens_of
 from moeoffload.cli.key_files import make_keys
 from moeoffload.config import ServeSettings
 from moeoffload.errors import SettingError
@@ -40,6 +40,14 @@ def key_file(tmp_path: Path) -> Path:
     return secret_file(tmp_path / "key", KEY + "\n")
 
 
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add"}}
+UNMAKEABLE = TOOL | {"function": {"name": "a", "parameters": {"not": {}}}}
+FORM, SCHEMA = "response_format", "response_format.json_schema.schema"
+DEEP: dict[str, Any] = {}
+for _ in range(150):
+    DEEP = {"items": DEEP}
+
+
 @pytest.mark.parametrize(
     ("path", "change", "param", "words"),
     [
@@ -54,11 +62,35 @@ def key_file(tmp_path: Path) -> Path:
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "'logprobs'"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         (CHAT, {"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
+        (CHAT, {"tools": [TOOL]}, "tools", "takes no tools"),
+        (CHAT, {"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice", "'required'"),
+        (CHAT, {"tools": [TOOL], "tool_choice": TOOL | {"function": {"name": "x"}}}, "tool_choice", "none of"),
+        (CHAT, {"tools": [TOOL], "guided_regex": "a"}, "tools", "together"),
+        (CHAT, {"tools": [TOOL], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "together"),
+        (CHAT, {"tools": [TOOL | {"function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+        (CHAT, {"tools": [UNMAKEABLE], "tool_choice": "required"}, "tools", "not"),
         (CHAT, {"audio": {"voice": "x"}}, "audio", "Unsupported"),
         (CHAT, {"functions": [{"name": "f"}]}, "functions", "Unsupported"),
         (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "'stream'"),
         (CHAT, {"chat_template_kwargs": {"a": []}}, None, "Invalid"),
+        (CHAT, {FORM: form({"type": "strange"})}, SCHEMA, "strange"),
+        (CHAT, {FORM: form({"not": {}})}, SCHEMA, "not"),
+        (CHAT, {FORM: form({"$ref": "http://x/y"})}, SCHEMA, "http"),
+        (CHAT, {FORM: form({"enum": []})}, SCHEMA, "nsatisfiable"),
+        (CHAT, {FORM: form(DEEP)}, SCHEMA, "recursion"),
+        (CHAT, {FORM: form({"title": "x" * 70_000})}, SCHEMA, "larger"),
+        (CHAT, {FORM: form({"type": "integer", "multipleOf": 999_983})}, None, "multipleOf"),
+        (CHAT, {FORM: form({"multipleOf": 10**400})}, SCHEMA, "out of range"),
+        (CHAT, {FORM: form({"multipleOf": True})}, SCHEMA, "multipleOf"),
+        (CHAT, {FORM: {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
+        (CHAT, {FORM: {"type": "xml"}}, "response_format.type", "json_object"),
+        (CHAT, {"guided_regex": "(a"}, "guided_regex", "unclosed"),
+        (CHAT, {"guided_regex": "a(?=b)"}, "guided_regex", "look-around"),
+        (CHAT, {"guided_regex": "\ud800"}, "guided_regex", "unicode"),
+        (CHAT, {"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "not permitted"),
+        (CHAT, {"guided_regex": "a", FORM: {"type": "json_object"}}, FORM, "together"),
+        (CHAT, {"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "together"),
         (TEXT, {"prompt": None}, "prompt", "string"),
         (TEXT, {"prompt": []}, "prompt", "string"),
         (TEXT, {"prompt": ""}, "prompt", "empty"),

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from many_requests.http_kit import Process
+from many_requests.http_kit import Process, form
 from many_requests.random_schemas import SCHEMAS, Schema
 from moeoffload.serve.grammar import Grammar, GrammarCompiler, GrammarState
 from moeoffload.serve.response_formats import answer_format
@@ -25,10 +25,6 @@ N_EXAMPLES = int(os.environ.get("N_SCHEMAS", "10"))
 CLOSING: dict[str, Any] = {"logit_bias": {str(ord(letter)): 14 for letter in '"]}'}, "frequency_penalty": 0.3}
 """The demo model was not trained to write JSON; left to itself it repeats a letter and ends no text."""
 ASK: list[Any] = [{"role": "user", "content": "reverse abc ="}]
-
-
-def form(schema: Schema) -> Any:
-    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
 
 
 async def answers(server: Process, asked: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -91,43 +87,6 @@ def test_completions_and_json_objects_and_whole_answers(serve_process: Process) 
     assert "".join(entry.token for entry in whole.logprobs.content) == whole.message.content
     body = {"structured_outputs": {"json": {"type": "integer", "minimum": 10, "maximum": 99}}}
     assert 10 <= int(serve_process.complete(extra_body=body, temperature=0).choices[0].text) <= 99
-
-
-def nested(depth: int) -> Schema:
-    schema: Schema = {}
-    for _ in range(depth):
-        schema = {"items": schema}
-    return schema
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "words"),
-    [
-        ({"response_format": form({"type": "strange"})}, "response_format.json_schema.schema", "strange"),
-        ({"response_format": form({"not": {}})}, "response_format.json_schema.schema", "not"),
-        ({"response_format": form({"$ref": "http://x/y"})}, "response_format.json_schema.schema", "http"),
-        ({"response_format": form({"enum": []})}, "response_format.json_schema.schema", "nsatisfiable"),
-        ({"response_format": form(nested(150))}, "response_format.json_schema.schema", "recursion"),
-        ({"response_format": form({"title": "x" * 70_000})}, "response_format.json_schema.schema", "larger"),
-        ({"response_format": form({"type": "integer", "multipleOf": 999_983})}, None, "multipleOf"),
-        ({"response_format": form({"multipleOf": 10**400})}, "response_format.json_schema.schema", "out of range"),
-        ({"response_format": form({"multipleOf": True})}, "response_format.json_schema.schema", "multipleOf"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
-        ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
-        ({"guided_regex": "(a"}, "guided_regex", "unclosed"),
-        ({"guided_regex": "a(?=b)"}, "guided_regex", "look-around"),
-        ({"guided_regex": "\ud800"}, "guided_regex", "unicode"),
-        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "not permitted"),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format", "together"),
-        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "together"),
-    ],
-)
-def test_forms_that_cannot_be_are_refused_by_name(
-    serve_process: Process, body: dict[str, Any], param: str | None, words: str
-) -> None:
-    reply = serve_process.ask("POST", "/v1/chat/completions", {"model": "demo", "messages": ASK} | body)
-    assert (reply.status, words in reply.error["message"]) == (400, True), reply.text
-    assert param is None or reply.error["param"] == param
 
 
 def test_an_answer_whose_form_becomes_too_complex_ends_alone(serve_process: Process) -> None:

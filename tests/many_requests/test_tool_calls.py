@@ -183,30 +183,6 @@ def test_gpt_oss_s_channels(tokenizer: Any) -> None:
     assert (told(chunks, "reasoning_content"), told(chunks, "content")) == ("hm", "yes")
 
 
-UNMAKEABLE = {"type": "function", "function": {"name": "a", "parameters": {"not": {}}}}
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "words"),
-    [
-        ({"tools": TOOLS}, "tools", "takes no tools"),
-        ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "'required'"),
-        ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "none of"),
-        ({"tools": TOOLS, "guided_regex": "a"}, "tools", "together"),
-        ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "together"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
-        ({"tools": [UNMAKEABLE], "tool_choice": "required"}, "tools", "not"),
-    ],
-)
-def test_tools_that_cannot_be_are_refused_by_name(
-    serve_process: Process, body: dict[str, Any], param: str, words: str
-) -> None:
-    reply = serve_process.ask("POST", "/v1/chat/completions", {"model": "demo", "messages": HI} | body)
-    assert (reply.status, reply.error["param"]) == (400, param), reply.text
-    assert words in reply.error["message"]
-
-
 def test_an_agent_with_three_tools_over_ten_turns(serve_process: Process) -> None:
     """The demo model knows no tools: forced calls are by the grammar, and results go back through its template."""
     point = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["x"]}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moeoffload.errors import CapacityError, ProtocolError, ServerError
@@ -235,6 +235,7 @@ def test_a_layout_is_refused_or_its_frames_stay_below_the_limit(
 
 
 @given(st.binary(max_size=3000), numbers)
+@example(b"x" * 3000, 2**63)
 def test_the_text_of_an_error_is_one_printable_line(body: bytes, claimed: int) -> None:
     frame = memoryview(bytes(HEADER_BYTES) + body)
     text = read_error_text(frame, claimed)
