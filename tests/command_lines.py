@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from server_processes import ROOT, STEP_TIMEOUT_S, Process, WarmProcess, end, re
 
 __all__ = [
     "CLEAN_TIMEOUT_S", "ROOT", "RUN_TIMEOUT_S", "STEP_TIMEOUT_S", "Command", "Commands", "Result", "one_line_error",
-    "run_python", "running_commands", "shm_left", "shm_names", "wait_until",
+    "run_python", "shm_left", "shm_names", "wait_until",
 ]  # fmt: skip
 
 RUN_TIMEOUT_S = 100
@@ -55,9 +54,11 @@ class Command:
     def ended(self) -> bool:
         return self.process.poll() is not None
 
-    def send(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> Command:
+        """Sends the signal; returns this command."""
         assert not self.ended, f"ended too early:\n{self.err.read_text()}"
         os.kill(self.pid, number)
+        return self
 
     def servers(self) -> list[psutil.Process]:
         """The processes that this command started and that still run, also when it is gone itself."""
@@ -139,12 +140,6 @@ class Commands:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
             end(command.process)
-
-
-@contextlib.contextmanager
-def running_commands(folder: Path) -> Iterator[Commands]:
-    with contextlib.closing(Commands(folder)) as commands:
-        yield commands
 
 
 def run_python(code: str, *arguments: str, **variables: str | None) -> Result:

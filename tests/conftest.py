@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, Commands, running_commands, wait_until
+from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, Commands, wait_until
 from server_processes import DEMO, READY_TIMEOUT_S, ROOT, ServerProcess
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 sys.path[:0] = [str(ROOT / "examples" / "demo"), str(ROOT / "tests" / "faults")]
 
 RunningServer = ServerProcess
-expert_server = ServerProcess
 StartServer = Callable[..., RunningServer]
 
 
@@ -112,8 +112,17 @@ def three_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str
 @pytest.fixture
 def commands(tmp_path: Path) -> Iterator[Commands]:
     """Runs the real command lines: ``commands.run("moeoffload", "run", ...)``."""
-    with running_commands(tmp_path) as running:
+    with contextlib.closing(Commands(tmp_path)) as running:
         yield running
+
+
+@pytest.fixture
+def unused_address() -> Iterator[str]:
+    """One that refuses connections and that no other process can be given by chance."""
+    with socket.socket() as unused:
+        unused.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        unused.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{unused.getsockname()[1]}"
 
 
 @pytest.fixture
@@ -135,6 +144,17 @@ def grouped_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a server whose kernel does the operations of transformers' grouped_mm."""
     with ServerProcess(tmp_path_factory.mktemp("grouped"), "--kernel", "grouped") as server:
         yield server.address
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """What is freed here has not waited for Python to collect what refers to each other."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def demo_prompt(n_tokens: int, seed: int) -> Any:

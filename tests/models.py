@@ -16,6 +16,7 @@ from synthetic import tiny_config, write_checkpoint, write_tiny
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.host.generate import prepare_prompt
 from moeoffload.placement import ExpertTable
 
 
@@ -39,6 +40,21 @@ def answers(model: Any, inputs: dict[str, torch.Tensor]) -> list[list[int]]:
     rows: list[list[int]] = tokens[:, inputs["input_ids"].shape[1] :].tolist()
     end = demo_tokenizer().eos_token_id
     return [row[: row.index(end)] if end in row else row for row in rows]
+
+
+def n_tokens(model: Any, ids: torch.Tensor, n: int) -> list[int]:
+    """``n`` greedy tokens after one prompt, whatever they are."""
+    options = {"min_new_tokens": n, "max_new_tokens": n, "do_sample": False, "pad_token_id": 0}
+    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    found: list[int] = tokens[0, ids.shape[1] :].tolist()
+    return found
+
+
+def next_logits(offloaded: Any) -> torch.Tensor:
+    """Those of the demo model, and of others, to one of its tasks."""
+    with torch.inference_mode():
+        logits: torch.Tensor = offloaded.model(**prepare_prompt(offloaded, "add 17 25 =", chat=True).inputs).logits
+    return logits
 
 
 @cache

@@ -1,17 +1,10 @@
-"""What tests of everything that shows figures share: snapshots as of a busy host, and a server for them."""
+"""What tests of everything that shows figures share: snapshots as of a busy host."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import ssl
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from moeoffload.serve.dashboard import dashboard_page
 from moeoffload.serve.figures import History, figures
 from moeoffload.serve.stats import CacheUse, RequestCounts, ServingStats
 
@@ -120,52 +113,13 @@ def with_figures(snapshots: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-@dataclass
-class SnapshotServer:
-    """A host as the programs that show figures see it: each question for ``stats`` gets the next snapshot, later ones
-    the last."""
+class Told:
+    """What a host tells whoever looks: each look gets the next snapshot, later ones the last."""
 
-    snapshots: list[dict[str, Any]]
-    key: str = ""
-    asked: int = 0
-    url: str = ""
+    def __init__(self, snapshots: list[dict[str, Any]]) -> None:
+        self.snapshots, self.asked = snapshots, 0
 
-    def answer(self, path: str, authorization: str) -> tuple[int, str, bytes]:
-        if path == "/dashboard":
-            return 200, "text/html; charset=utf-8", dashboard_page().encode()
-        if path != "/stats":
-            return 404, "text/plain", b""
-        if self.key and authorization != f"Bearer {self.key}":
-            return 401, "application/json", b"{}"
+    def __call__(self, watch: bool) -> dict[str, Any]:
         number = min(self.asked, len(self.snapshots) - 1)
         self.asked += 1
-        return 200, "application/json", json.dumps(self.snapshots[number]).encode()
-
-
-@contextlib.contextmanager
-def serving(server: SnapshotServer, tls: ssl.SSLContext | None = None) -> Iterator[SnapshotServer]:
-    """Serves on a free port of loopback."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = self.path.partition("?")[0]
-            code, kind, body = server.answer(path, self.headers.get("Authorization", ""))
-            self.send_response(code)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        log_message: Callable[..., None] = lambda *_: None
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        if tls is not None:
-            http.socket = tls.wrap_socket(http.socket, server_side=True)
-        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
-        server.url = f"http{'' if tls is None else 's'}://127.0.0.1:{http.server_address[1]}"
-        try:
-            yield server
-        finally:
-            http.shutdown()
-            thread.join(10)
+        return self.snapshots[number]

@@ -8,21 +8,21 @@ import re
 import resource
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 import pytest
 from command_lines import STEP_TIMEOUT_S, Commands, one_line_error, run_python, wait_until
-from conftest import DEMO, RunningServer, StartServer
+from conftest import DEMO, RunningServer, StartServer, connected
 from grpc_health.v1 import health, health_pb2_grpc
 from server_processes import read
 from synthetic import write_tiny
 
 from moeoffload import open_model
-from moeoffload.control.client import ControlClient
 from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.errors import ServerError, SystemLimitError
 from moeoffload.transport import ChannelSizes, SharedServerEnd
@@ -36,30 +36,30 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny("qwen3_moe", tmp_path_factory.mktemp("tiny"))
 
 
-def run_error(commands: Commands, code: int, model: str | Path, *options: str | Path) -> str:
+def run_error(commands: Commands, code: int, model: str | Path, *options: str | Path, **how: Any) -> str:
     """The one error line of a run that is to fail."""
-    return one_line_error(commands.run("moeoffload", "run", model, "--device", "cpu", "--threads", "1", *options), code)
+    words = ("run", model, "--device", "cpu", "--threads", "1", *options)
+    return one_line_error(commands.run("moeoffload", *words, **how), code)
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "words"),
+    ("options", "stdin", "code", "words"),
     [
-        ([], SETTING, "--prompt"),
-        (["--prompt", ""], PROMPT, "empty"),
-        (["--prompt-file", "/no/such/prompt.txt"], SETTING, "/no/such/prompt.txt"),
-        (["--prompt-file", str(DEMO / "model.safetensors")], SETTING, "model.safetensors"),
-        (["--prompt", "caf\udce9"], PROMPT, "UTF-8"),
-        (["--prompt", "hi", "--gpu", "77"], SETTING, "cuda:77"),
+        ([], b"", SETTING, "--prompt"),
+        (["--prompt", ""], b"", PROMPT, "empty"),
+        (["--prompt", "-"], b"caf\xe9", SETTING, "utf-8"),
+        (["--prompt", "-"], None, SETTING, "stdin"),
+        (["--prompt-file", "/no/such/prompt.txt"], b"", SETTING, "/no/such/prompt.txt"),
+        (["--prompt-file", str(DEMO / "model.safetensors")], b"", SETTING, "model.safetensors"),
+        (["--prompt", "caf\udce9"], b"", PROMPT, "UTF-8"),
+        (["--prompt", "hi", "--gpu", "77"], b"", SETTING, "cuda:77"),
     ],
     ids=str,
 )
-def test_prompts_and_devices_that_cannot_be(commands: Commands, options: list[str], code: int, words: str) -> None:
-    assert words in run_error(commands, code, DEMO, *options)
-
-
-@pytest.mark.parametrize(("stdin", "words"), [(b"caf\xe9", "utf-8"), (None, "stdin")])
-def test_a_prompt_on_stdin_that_cannot_be_read(commands: Commands, stdin: bytes | None, words: str) -> None:
-    assert words in one_line_error(commands.run("moeoffload", "run", DEMO, "--prompt", "-", stdin=stdin), SETTING)
+def test_prompts_and_devices_that_cannot_be(
+    commands: Commands, options: list[str], stdin: bytes | None, code: int, words: str
+) -> None:
+    assert words in run_error(commands, code, DEMO, *options, stdin=stdin)
 
 
 def test_a_prompt_longer_than_the_context(commands: Commands, server: RunningServer, tiny: Path) -> None:
@@ -103,17 +103,8 @@ def test_addresses_of_other_things(commands: Commands) -> None:
     assert "no machine of the name no-such-host.invalid is known" in line
 
 
-@pytest.fixture
-def unused_port() -> Iterator[int]:
-    """A port that refuses connections and that no other process can be given."""
-    with socket.socket() as unused:
-        unused.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        unused.bind(("127.0.0.1", 0))
-        yield unused.getsockname()[1]
-
-
-def test_a_server_that_refuses_connections_is_not_waited_for_as_long(commands: Commands, unused_port: int) -> None:
-    address = f"127.0.0.1:{unused_port}"
+def test_a_server_that_refuses_connections_is_not_waited_for_as_long(commands: Commands, unused_address: str) -> None:
+    address = unused_address
     result = commands.run("moeoffload", "run", DEMO, "--device", "cpu", "--prompt", "hi", "--experts", address)
     waiting, error = result.err.splitlines()
     assert f"{address} refuses connections; waiting 3 s for it" in waiting
@@ -124,23 +115,22 @@ def test_a_server_that_refuses_connections_is_not_waited_for_as_long(commands: C
 
 
 def test_a_server_that_is_started_after_its_host_is_waited_for(
-    commands: Commands, start_server: StartServer, unused_port: int
+    commands: Commands, start_server: StartServer, unused_address: str
 ) -> None:
-    address = f"127.0.0.1:{unused_port}"
-    options = ("--device", "cpu", "--prompt", "add 17 25 =", "--experts", address, "--connect-timeout-s", "60")
+    options = ("--device", "cpu", "--prompt", "add 17 25 =", "--experts", unused_address, "--connect-timeout-s", "60")
     host = commands.start("moeoffload", "run", DEMO, *options)
     wait_until(lambda: "refuses connections; waiting 60 s" in read(host.err), "word of waiting", STEP_TIMEOUT_S)
-    start_server("--listen", address)
+    start_server("--listen", unused_address)
     result = host.wait()
     assert (result.code, result.out.strip()) == (0, "42"), result.err
 
 
 def test_a_server_that_cannot_be_started_leaves_no_connection_to_the_others(
-    server: RunningServer, unused_port: int, tmp_path: Path
+    server: RunningServer, unused_address: str, tmp_path: Path
 ) -> None:
     """Even while the error, and with it all that it has seen, is kept, as an interactive shell does."""
     (tmp_path / "expert-server-0.log").mkdir()
-    experts = [server.address, f"127.0.0.1:{unused_port}"]
+    experts = [server.address, unused_address]
     with pytest.raises(OSError, match=r"expert-server-0\.log") as kept:
         open_model(DEMO, experts=experts, required=False, connect_timeout_s=1, work_dir=tmp_path, device="cpu")
     port = int(server.address.rpartition(":")[2])
@@ -156,23 +146,18 @@ def server_error(commands: Commands, address: str, *options: str) -> str:
     return run_error(commands, SERVER, DEMO, "--prompt", "hi", "--experts", address, *options)
 
 
-def test_a_server_of_another_protocol_version(commands: Commands, start_server: StartServer) -> None:
+def test_a_server_of_another_protocol_version_or_with_another_model(
+    commands: Commands, start_server: StartServer, tiny: Path
+) -> None:
     other = PROTOCOL_VERSION + 41
     patch = f"import moeoffload.control.protocol\nmoeoffload.control.protocol.PROTOCOL_VERSION = {other}"
-    server = start_server(patch=patch, warm=False)
-    line = server_error(commands, server.address)
-    assert f"protocol version is {other}" in line
-    assert f"speaks {PROTOCOL_VERSION} " in line
-    assert "Traceback" not in server.log_text
-
-
-def test_a_server_with_another_model(commands: Commands, start_server: StartServer, tiny: Path) -> None:
-    server = start_server("--model", str(tiny))
-    line = server_error(commands, server.address)
-    assert server.address in line
-    assert str(tiny) in line
-    assert "model digest" in line
-    assert "Traceback" not in server.log_text
+    for server, words in (
+        (start_server(patch=patch, warm=False), (f"protocol version is {other}", f"speaks {PROTOCOL_VERSION} ")),
+        (start_server("--model", str(tiny)), (str(tiny), "model digest")),
+    ):
+        line = server_error(commands, server.address)
+        assert all(word in line for word in (server.address, *words)), line
+        assert "Traceback" not in server.log_text
 
 
 def test_a_server_with_too_little_memory(commands: Commands, start_server: StartServer) -> None:
@@ -204,9 +189,7 @@ def test_a_server_with_too_few_descriptors_refuses_the_host_and_goes_on(start_se
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     with open_model(DEMO, experts=[server.address], device="cpu"):
         pass  # what is opened once for all hosts is open now
-    client = ControlClient(server.address)
-    client.connect(STEP_TIMEOUT_S)
-    try:
+    with connected(server.address) as client:
         tight = psutil.Process(pid).num_fds() + 2
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (tight, limits[1]))
         with pytest.raises(ServerError) as caught:
@@ -216,8 +199,6 @@ def test_a_server_with_too_few_descriptors_refuses_the_host_and_goes_on(start_se
         with open_model(DEMO, experts=[server.address], device="cpu"):
             assert client.stats(STEP_TIMEOUT_S).leases == 1
         assert server.process.poll() is None
-    finally:
-        client.close()
 
 
 @pytest.mark.parametrize("room", [0, 4 << 20, 16 << 20], ids=lambda room: f"{room >> 20} MiB")

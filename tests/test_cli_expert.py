@@ -80,9 +80,10 @@ def test_version_is_one_line_on_stdout() -> None:
 
 
 def test_devices_and_memory_that_the_machine_does_not_have_are_refused(commands: Commands) -> None:
-    line = one_line_error(commands.run("moeoffload-expert", "--gpu", "77"), 2)
     have = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["no CUDA device"]
-    assert all(name in line for name in ("cuda:77", *have))
+    for gpu, device in (("77", "cuda:77"), ("0,77", "cuda:")):
+        line = one_line_error(commands.run("moeoffload-expert", "--gpu", gpu), 2)
+        assert all(name in line for name in (f"device {device}", "no such GPU", *have))
     line = one_line_error(commands.run("moeoffload-expert", "--device", "cpu", "--memory-gib", "1e6"), 2)
     assert "memory-gib" in line
     assert "GiB" in line

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 from command_lines import CLEAN_TIMEOUT_S, ROOT, STEP_TIMEOUT_S, Command, Commands, wait_until
 from conftest import DEMO, RunningServer, StartServer, local_model, stats, wait_until_left
-from models import demo_tokenizer, endless_model
+from models import demo_tokenizer, endless_model, next_logits
 
-from moeoffload.host.generate import prepare_prompt
-from moeoffload.host.session import OffloadedModel, open_model
+from moeoffload.host.session import open_model
 
 PROMPT = "add 17 25 ="
 N_TOKENS = 8
@@ -56,20 +54,6 @@ def wait_for_requests(address: str, command: Command) -> None:
         return stats(address).requests > begun + 20
 
     wait_until(generating, "requests of the host")
-
-
-def next_logits(model: OffloadedModel) -> torch.Tensor:
-    inputs = prepare_prompt(model, PROMPT, chat=True).inputs
-    with torch.inference_mode():
-        logits: torch.Tensor = model.model(**inputs).logits
-    return logits
-
-
-def dead_address() -> str:
-    """An address of this machine where nothing listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def run_options(*addresses: str) -> list[str]:
@@ -155,15 +139,14 @@ def test_a_reader_of_stdout_that_goes_away_ends_the_run_quietly(
 
 
 def test_a_server_that_is_not_required_and_not_there_is_replaced_by_a_spawned_one(
-    commands: Commands, server: RunningServer, answers: dict[str, str]
+    commands: Commands, server: RunningServer, unused_address: str, answers: dict[str, str]
 ) -> None:
-    address = dead_address()
-    arguments = ["--prompt", PROMPT, *run_options(address, server.address), "--server-memory-gib", "1"]
+    arguments = ["--prompt", PROMPT, *run_options(unused_address, server.address), "--server-memory-gib", "1"]
     result = commands.run("moeoffload", "run", DEMO, *arguments, "--connect-timeout-s", "5", "--no-required")
     assert (result.code, result.out) == (0, answers[PROMPT] + "\n"), result.err
     warnings = [line for line in result.err.splitlines() if line.startswith("WARNING moeoffload.host.fleet")]
     assert len(warnings) == 1, result.err
-    assert address in warnings[0]
+    assert unused_address in warnings[0]
     wait_until_free(server.address)
 
 
@@ -176,8 +159,7 @@ def test_a_signal_while_the_host_imports_ends_it_at_once(commands: Commands) -> 
         command = commands.start("moeoffload", *arguments, warm=False)
         maps = Path(f"/proc/{command.pid}/maps")
         wait_until(lambda: library in maps.read_text(), f"the import of {library}")
-        command.send(number)
-        result = command.wait()
+        result = command.send(number).wait()
         # The shell says what ended a process by SIGTERM; there is nothing yet that has to be undone.
         said = (130, "interrupted\n") if number == signal.SIGINT else (-number, "")
         assert (result.code, result.err, result.out) == (*said, "")
@@ -217,8 +199,7 @@ def test_a_signal_while_the_server_loads_ends_the_host_and_frees_the_server(
     for n_before, number in enumerate(SIGNALS):
         command = commands.start("moeoffload", "run", DEMO, "--prompt", PROMPT, *run_options(server.address))
         wait_until(lambda: server.log_text.count("loading 128 experts") > n_before, "the server to load")
-        command.send(number)
-        result = command.wait()
+        result = command.send(number).wait()
         assert (result.code, result.out) == (128 + number, ""), result.err
         check_interrupted(result.err)
         wait_until_left(server.address)
@@ -271,8 +252,7 @@ def test_a_signal_while_the_host_generates_ends_it_and_leaves_the_server_to_othe
         options = [*run_options(server.address), "--max-new-tokens", "100000"]
         command = commands.start("moeoffload", "run", endless, "--prompt", PROMPT, *options, warm=warm)
         wait_for_requests(server.address, command)
-        command.send(number)
-        result = command.wait()
+        result = command.send(number).wait()
         assert result.code == exit_code(number), result.err
         check_interrupted(result.err)
         wait_until(lambda: stats(server.address).leases == 1, "the end of the lease", CLEAN_TIMEOUT_S)
@@ -290,8 +270,7 @@ def test_a_spawned_server_goes_with_its_host_whatever_ends_that(
     log = tmp_path / "work" / "expert-server-0.log"
     wait_until(lambda: log.exists() and "attached over shared" in log.read_text(), "the host to attach")
     pids = [process.pid for process in command.servers()]
-    command.send(number)
-    result = command.wait()
+    result = command.send(number).wait()
     assert result.code == exit_code(number)
     check_interrupted(result.err)
     commands.check_clean(*pids)
@@ -315,16 +294,11 @@ def test_a_required_server_that_fails_while_the_host_generates_is_one_clear_line
         if number == signal.SIGSTOP:
             server.process.send_signal(signal.SIGCONT)
     assert result.code == 5, result.err
-    check_error_after_table(result.err, server.address, reason)
+    assert "Traceback" not in result.err
+    errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert [result.err.rstrip().splitlines()[-1]] == errors, "one line after the run's table"
+    assert server.address in errors[0]
+    assert reason in errors[0]
     if number == signal.SIGSTOP:
         wait_until_free(server.address)
     commands.check_clean(server.process.pid)
-
-
-def check_error_after_table(err: str, *words: str) -> None:
-    """The run's table, then one line with all of ``words``."""
-    assert "Traceback" not in err
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, err
-    assert err.rstrip().splitlines()[-1] == errors[0]
-    assert all(word in errors[0] for word in words), errors[0]

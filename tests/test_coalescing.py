@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DEMO, StartServer
+from conftest import DEMO, StartServer, connected
 from cpu_kernels.experts import gated_experts
-from engine_kit import BF16, F16, F32, HIDDEN, N_EXPERTS, SOON_S, Host, raw_exchange, set_slot, unspoilt
+from engine_kit import BF16, F16, F32, HIDDEN, N_EXPERTS, SOON_S, Host, raw_exchange, set_field, set_slot, unspoilt
 
 from moeoffload import open_model
-from moeoffload.control.client import ControlClient
 from moeoffload.expert_server.batcher import Batch
 from moeoffload.expert_server.engine import Engine
 from moeoffload.host.link import ExpertLink
@@ -118,18 +117,14 @@ def bad_slot(header: FrameHeader, views: Any) -> None:
     views.slots[0, 0] = N_EXPERTS
 
 
-def bad_epoch(header: FrameHeader, views: Any) -> None:
-    header.epoch = 7
-
-
 def not_finite(header: FrameHeader, views: Any) -> None:
     views.rows[0, 3] = float("inf")
 
 
 @pytest.mark.parametrize(
     ("spoil", "code"),
-    [(bad_slot, ErrorCode.BAD_SLOT), (bad_epoch, ErrorCode.BAD_FRAME), (not_finite, ErrorCode.PAYLOAD)],
-    ids=lambda value: getattr(value, "__name__", ""),
+    [(bad_slot, ErrorCode.BAD_SLOT), (set_field("epoch", 7), ErrorCode.BAD_FRAME), (not_finite, ErrorCode.PAYLOAD)],
+    ids=["slot", "epoch", "not finite"],
 )
 @pytest.mark.parametrize("at", [0, 2])
 def test_an_error_in_one_of_four_fails_only_that_one(make: Any, spoil: Any, code: ErrorCode, at: int) -> None:
@@ -197,10 +192,12 @@ def test_a_batch_stays_within_its_first_members_memory(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("waiting", "calls"), [((64, 10, 3, 1, 1), [1, 15, 64]), ((3, 1), [2, 3])], ids=["many wait", "few wait"]
+    ("waiting", "first", "calls"),
+    [((64, 10, 3, 1, 1), "quiet", [1, 15, 64]), ((3, 1), "quiet", [2, 3]), ((16,), "other", [16, 1])],
+    ids=["many wait", "few wait", "a call of many rows is first"],
 )
 def test_a_host_joins_anothers_decode_step_with_no_more_rows_than_that(
-    make: Any, waiting: tuple[int, ...], calls: list[int]
+    make: Any, waiting: tuple[int, ...], first: str, calls: list[int]
 ) -> None:
     server = make()
     quiet, other = server.hosts("quiet", "other")
@@ -208,21 +205,10 @@ def test_a_host_joins_anothers_decode_step_with_no_more_rows_than_that(
     other.alone(1, 0)
     server.calls.clear()
     requests = [(other, n_rows, 1) for n_rows in waiting] + [(quiet, 1, 2)]
-    answers = at_once(server, *requests, turns=(quiet, other))
+    answers = at_once(server, *requests, turns=(quiet, other) if first == "quiet" else (other, quiet))
     assert all(header.kind == Kind.COMBINE for _, header in answers)
     assert server.calls[0] == calls[0]
     assert sorted(server.calls[1:]) == calls[1:]
-
-
-def test_a_decode_step_does_not_ride_in_a_call_of_many_rows(make: Any) -> None:
-    server = make()
-    quiet, other = server.hosts("quiet", "other")
-    quiet.alone(1, 0)
-    other.alone(1, 0)
-    server.calls.clear()
-    answers = at_once(server, (quiet, 1, 1), (other, 16, 2), turns=(other, quiet))
-    assert [header.kind for _, header in answers] == [Kind.COMBINE] * 2
-    assert server.calls == [16, 1]
 
 
 @pytest.mark.parametrize(("senders", "n_rows"), [("aaaa", 1), ("ab", 90)], ids=["one host", "two hosts"])
@@ -273,17 +259,12 @@ def test_four_clients_of_a_slow_server_share_its_calls(
     """Each has two requests in flight: while some are computed, slowly, the others of the eight come together."""
     n_each = 20
     server = start_server(patch=SLOW)
-    client = ControlClient(server.address)
-    with contextlib.ExitStack() as stack:
-        stack.callback(client.close)
+    with connected(server.address) as client, contextlib.ExitStack() as stack:
         links = []
         for name in "abcd":
             monkeypatch.setattr("socket.gethostname", lambda name=name: name)
-            links.append(
-                stack.enter_context(
-                    open_model(DEMO, experts=[server.address], transport=transport, device="cpu")
-                ).links[0]
-            )
+            opened = open_model(DEMO, experts=[server.address], transport=transport, device="cpu")
+            links.append(stack.enter_context(opened).links[0])
         expected = hammer(links[0], 1, bad=False)[0][1]
         before = client.stats(SOON_S)
         with ThreadPoolExecutor(8) as pool:

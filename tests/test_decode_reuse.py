@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEMO, expert_server
+from conftest import DEMO
 from models import edit_config
+from server_processes import ServerProcess
 
 from moeoffload import open_model
 from moeoffload.control.client import ControlClient
@@ -44,8 +45,8 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def traced_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     folder = tmp_path_factory.mktemp("traced")
     with (
-        expert_server(folder, patch=tracemalloc.start) as one,
-        expert_server(folder, patch=tracemalloc.start) as two,
+        ServerProcess(folder, patch=tracemalloc.start) as one,
+        ServerProcess(folder, patch=tracemalloc.start) as two,
     ):
         yield [one.address, two.address]
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import STEP_TIMEOUT_S, Commands
+from command_lines import STEP_TIMEOUT_S
 from conftest import DEMO, RunningServer, StartServer, connected
+from cpu_kernels.experts import random_call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import answers, demo_inputs, local_answers, two_devices
@@ -96,17 +97,14 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Checkpoint:
 
 @torch.inference_mode()
 def test_parts_add_up_to_the_layer(checkpoint: Checkpoint) -> None:
-    n_experts, generator = checkpoint.layers[0].n_experts, torch.Generator().manual_seed(2)
+    n_experts = checkpoint.layers[0].n_experts
     whole = LayerKernels(checkpoint.build_experts(0, range(n_experts), CPU), KernelWorkspace(), "auto")
     for counts in ([n_experts], [n_experts - 1, 1], [1, 2, n_experts - 3]):
         source = LayerSource(checkpoint, 0, range(n_experts), KernelWorkspace(), "auto")
         split = LayerParts(source, [(CPU, n) for n in counts])
         split.reserve(40, TOP_K)
         for n_rows in (1, 3, 40, 0):
-            rows = torch.randn(n_rows, whole.hidden, generator=generator).to(whole.dtype)
-            slots = torch.rand(n_rows, n_experts, generator=generator).argsort(1)[:, :TOP_K].contiguous()
-            slots[torch.rand(slots.shape, generator=generator) < 0.1] = -1
-            weights = torch.rand(slots.shape, generator=generator)
+            rows, slots, weights = random_call(n_rows, whole.hidden, whole.dtype, TOP_K, n_experts, absent=0.1)
             out, again, expected = torch.full((3, n_rows, whole.hidden), float("nan"))
             given = KernelInput(rows, slots, weights, out)
             whole(given._replace(out=expected))
@@ -226,23 +224,6 @@ def test_another_model_takes_the_place_of_what_is_warm(start_server: StartServer
         with open_model(model, experts=[server.address], device="cpu", slots=1) as offloaded, torch.inference_mode():
             offloaded.model(torch.arange(5, 25)[None])
     assert all(used <= budget for used, budget in taken(server))
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--gpu", "0,0"], "--gpu: '0,0' is not allowed (0 is there twice)"),
-        (["--gpu", "a,b"], "--gpu: 'a,b' is not allowed ('a' is no number of a GPU)"),
-        (["--gpu", "0,"], "--gpu: '0,' is not allowed ('' is no number of a GPU)"),
-        (["--gpu", "0,1", "--device", "cpu"], "gpu 0,1 was given too, which is cuda:0,cuda:1"),
-        (["--gpu", "0,99"], "this machine has no such GPU"),
-    ],
-)
-def test_lists_that_name_no_gpus_are_refused_in_a_sentence(words: list[str], told: str, commands: Commands) -> None:
-    result = commands.run("moeoffload-expert", *words, "--listen", "127.0.0.1:0")
-    assert result.code == 2
-    (line,) = (line for line in result.err.splitlines() if "importing torch" not in line)
-    assert told in line
 
 
 def test_ram_goes_with_one_device(start_server: StartServer) -> None:

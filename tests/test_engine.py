@@ -12,8 +12,8 @@ import torch
 import zmq
 from conftest import DEMO, StartServer, health_of
 from engine_kit import engine, raw_exchange, set_field, set_slot, unspoilt
-from test_fairness import BRIEF, LARGE, Engine, logging_host
-from transport.ends import SIZES, SOON_S, OnDemand, echo, eventually, send
+from test_fairness import BRIEF, LARGE, Engine, logging_hosts
+from transport.ends import SIZES, SOON_S, OnDemand, begin, echo, eventually, send
 
 from moeoffload import open_model
 from moeoffload.errors import DeadlineError, ServerError
@@ -78,8 +78,7 @@ def test_no_secret_of_a_host_is_in_logs_or_answers_that_others_see(start_server:
 
 @pytest.mark.parametrize("n_rows", [BRIEF, LARGE])
 def test_a_request_whose_time_limit_passes_in_the_queue_is_not_computed(engine: Engine, n_rows: int) -> None:
-    log: list[str] = []
-    host = logging_host(engine, "a", log)
+    log, host = logging_hosts(engine, "a")
     for timeout_us in (1000, 60_000_000, 0):
         host.submit(n_rows, spoil=set_field("timeout_us", timeout_us))
     sleep(0.01)
@@ -92,8 +91,7 @@ def test_a_request_whose_time_limit_passes_in_the_queue_is_not_computed(engine: 
 
 
 def test_a_request_that_its_host_has_cancelled_is_not_computed(engine: Engine) -> None:
-    log: list[str] = []
-    host = logging_host(engine, "a", log)
+    log, host = logging_hosts(engine, "a")
     host.submit(LARGE)
     host.submit(LARGE)
     host.channel.cancelled.add(0)
@@ -117,7 +115,7 @@ def test_when_the_compute_thread_fails_all_that_waits_and_all_that_comes_is_told
 ) -> None:
     told: list[str] = []
     engine.on_failure = told.append
-    host = logging_host(engine, "a", [])
+    _, host = logging_hosts(engine, "a")
     host.submit(LARGE)
     monkeypatch.setattr(engine, "_pick", unforeseen)
     with ThreadPoolExecutor(1) as pool:
@@ -138,7 +136,7 @@ def test_when_the_gpu_has_failed_nothing_more_is_computed(engine: Engine, monkey
     """What a GPU raises once, as after an access outside of its memory, it raises for ever."""
     told: list[str] = []
     engine.on_failure = told.append
-    host = logging_host(engine, "a", [])
+    _, host = logging_hosts(engine, "a")
 
     def broken(*_: Any) -> Any:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -159,8 +157,7 @@ def test_when_the_reader_of_a_shared_channel_fails_its_host_is_told(monkeypatch:
     server = SharedServerEnd(SIZES, echo, on_failure=told.append)
     monkeypatch.setattr(server, "_take", unforeseen)
     with contextlib.closing(open_channel(server.offer, host="", timeout_s=SOON_S)) as host:
-        slot = host.acquire(SOON_S)
-        send(host, slot)
+        slot, _ = begin(host)
         with pytest.raises(ServerError, match="closed") as caught:
             host.wait(slot, SOON_S)
         assert not isinstance(caught.value, DeadlineError)

@@ -48,13 +48,14 @@ class Kernel:
         self(call)
 
 
-def logging_host(engine: Engine, name: str, log: list[str]) -> Host:
-    return Host(engine, name, [Kernel(log, name)])
+def logging_hosts(engine: Engine, names: str) -> tuple[Any, ...]:
+    """What is computed for hosts of these names, each a letter, and the hosts."""
+    log: list[str] = []
+    return log, *(Host(engine, name, [Kernel(log, name)]) for name in names)
 
 
 def test_a_brief_request_waits_for_one_step_of_anothers_long_ones_at_most(engine: Engine) -> None:
-    log: list[str] = []
-    quiet, flooder = logging_host(engine, "a", log), logging_host(engine, "b", log)
+    log, quiet, flooder = logging_hosts(engine, "ab")
 
     def at_step(step: int) -> None:
         if step == 5 and "a1" not in log:
@@ -72,8 +73,7 @@ def test_a_brief_request_waits_for_one_step_of_anothers_long_ones_at_most(engine
 
 
 def test_a_lone_host_is_computed_in_one_go(engine: Engine) -> None:
-    log: list[str] = []
-    host = logging_host(engine, "a", log)
+    log, host = logging_hosts(engine, "a")
     engine.start()
     host.submit(LARGE)
     host.wait(1)
@@ -85,7 +85,7 @@ def test_a_lone_host_is_computed_in_one_go(engine: Engine) -> None:
 
 def test_hosts_whose_requests_go_to_and_fro_are_computed_by_a_thread_of_its_own(engine: Engine) -> None:
     """Else one's frames would wait while the thread that received another's computes them; a hop costs a lone one."""
-    first, second = logging_host(engine, "a", []), logging_host(engine, "b", [])
+    _, first, second = logging_hosts(engine, "ab")
     engine.start()
 
     def is_handed_over(host: Host, at: float) -> bool:
@@ -100,8 +100,7 @@ def test_hosts_whose_requests_go_to_and_fro_are_computed_by_a_thread_of_its_own(
 
 
 def test_brief_requests_without_end_leave_the_other_host_its_part(engine: Engine) -> None:
-    log: list[str] = []
-    greedy, other = logging_host(engine, "a", log), logging_host(engine, "b", log)
+    log, greedy, other = logging_hosts(engine, "ab")
 
     def always_one_more(step: int) -> None:
         if len(greedy.share.small) < 2:
@@ -116,8 +115,7 @@ def test_brief_requests_without_end_leave_the_other_host_its_part(engine: Engine
 
 
 def test_large_requests_of_two_hosts_take_turns_though_one_has_many(engine: Engine) -> None:
-    log: list[str] = []
-    flooder, other = logging_host(engine, "b", log), logging_host(engine, "a", log)
+    log, flooder, other = logging_hosts(engine, "ba")
     for _ in range(40):
         flooder.submit(LARGE)
     other.submit(LARGE)
@@ -129,8 +127,7 @@ def test_large_requests_of_two_hosts_take_turns_though_one_has_many(engine: Engi
 
 
 def test_small_requests_of_a_host_do_not_starve_its_large_one(engine: Engine) -> None:
-    log: list[str] = []
-    host = logging_host(engine, "a", log)
+    log, host = logging_hosts(engine, "a")
     host.submit(LARGE)
     for _ in range(3 * SMALL_IN_A_ROW):
         host.submit(BRIEF)
@@ -164,8 +161,7 @@ def test_work_of_a_lease_that_has_ended_is_refused_and_not_waited_for(engine: En
 def test_a_lease_that_ends_between_the_choice_of_its_host_and_of_its_request_ends_no_thread(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log: list[str] = []
-    leaving, other = logging_host(engine, "a", log), logging_host(engine, "b", log)
+    log, leaving, other = logging_hosts(engine, "ab")
     pick = engine.shares.pick
 
     def pick_and_leave() -> Any:
@@ -186,8 +182,7 @@ def test_a_lease_that_ends_between_the_choice_of_its_host_and_of_its_request_end
 def test_a_lease_that_ends_while_a_batch_is_filled_with_its_requests_ends_no_thread(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log: list[str] = []
-    first, leaving = logging_host(engine, "a", log), logging_host(engine, "b", log)
+    _, first, leaving = logging_hosts(engine, "ab")
     kernel = first.active.layers[0]
     kernel.is_batch_invariant = True  # type: ignore[union-attr]
     leaving.active.layers = [kernel]
@@ -202,8 +197,8 @@ def test_a_lease_that_ends_while_a_batch_is_filled_with_its_requests_ends_no_thr
     monkeypatch.setattr(Request, "check", check_and_leave)
     leaving.submit(20)
     first.submit(20)
-    first.share.used_s, leaving.share.used_s = 0.0, 1.0
-    first.share.is_idle = leaving.share.is_idle = False
+    for turn, host in enumerate((first, leaving)):
+        host.comes_at(turn)
     engine.start()
     first.wait(1)
     assert ending
@@ -216,8 +211,7 @@ def test_a_lease_that_ends_while_a_batch_is_filled_with_its_requests_ends_no_thr
 def test_what_goes_wrong_between_two_slices_is_not_blamed_on_the_slots_of_the_long_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log: list[str] = []
-    long, _ = logging_host(engine, "a", log), logging_host(engine, "b", log)
+    _, long, _ = logging_hosts(engine, "ab")
 
     def broken(*_: Any) -> None:
         raise IndexError("pop from an empty deque")

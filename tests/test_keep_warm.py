@@ -15,7 +15,7 @@ import pytest
 import torch
 from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, wait_until
 from conftest import DEMO, RunningServer, StartServer, connected, local_model, stats, wait_until_left
-from models import all_experts, expert_bytes, reference_of
+from models import all_experts, expert_bytes, n_tokens, reference_of
 from synthetic import write_tiny
 
 from moeoffload.checkpoint import Checkpoint
@@ -43,18 +43,9 @@ def address(server: RunningServer) -> Iterator[str]:
     assert stats(server.address).resident_bytes == 0
 
 
-def prompt(first: int, n: int = 16) -> torch.Tensor:
-    """(1, n) token ids that every tiny vocabulary has."""
-    return (torch.arange(n) * 7 + first).remainder(200).add(5).unsqueeze(0)
-
-
 def generate(model: torch.nn.Module, first: int) -> list[int]:
-    """Greedy tokens, the same number whatever they are."""
-    ids = prompt(first)
-    tokens: torch.Tensor = model.generate(  # type: ignore[operator]
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=N_TOKENS, max_new_tokens=N_TOKENS
-    )
-    return tokens[0, ids.shape[1] :].tolist()
+    """Tokens after some that every tiny vocabulary has."""
+    return n_tokens(model, (torch.arange(16) * 7 + first).remainder(200).add(5).unsqueeze(0), N_TOKENS)
 
 
 def open_on(address: str, model: Path, dtype: str = "f32") -> OffloadedModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import weakref
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from command_lines import Commands, one_line_error
-from conftest import DEMO, demo_prompt, local_model
+from conftest import DEMO, demo_prompt, local_model, no_collection
 from synthetic import TINY_FAMILIES, tiny_config, write_tiny
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -28,37 +27,26 @@ def expert_gib(n_experts: int) -> float:
     return n_experts * 3 * 128 * 64 * 2 / (1 << 30)
 
 
-def test_experts_on_the_host_give_the_same_tokens(three_servers: list[str]) -> None:
-    n_local = 40
+def test_experts_on_the_host_give_the_same_tokens_and_if_all_are_no_server_is_needed(three_servers: list[str]) -> None:
     prompt = demo_prompt(200, seed=5)
     expected = local_model(DEMO).generate(prompt, max_new_tokens=12, do_sample=False)
-    with open_model(
-        DEMO, experts=three_servers[:2], local_experts_gib=expert_gib(n_local) * 1.001, device="cpu"
-    ) as offloaded:
-        assert torch.equal(offloaded.model.generate(prompt, max_new_tokens=12, do_sample=False), expected)
-        report = offloaded.report()
-        assert sum(server["n_experts"] for server in report.servers) == 128 - n_local
-        assert report.phases["prefill"]["local_rows"] > 0
+    for n_local, servers in ((40, three_servers[:2]), (128, [])):
+        gib = expert_gib(n_local) * 1.001
+        with open_model(DEMO, experts=servers, local_experts_gib=gib, device="cpu") as offloaded:
+            assert torch.equal(offloaded.model.generate(prompt, max_new_tokens=12, do_sample=False), expected)
+            report = offloaded.report()
+            assert len(offloaded.links) == len(servers)
+            assert sum(server["n_experts"] for server in report.servers) == 128 - n_local
+            assert report.phases["prefill"]["local_rows"] > 0
 
 
-def test_a_host_that_holds_every_expert_needs_no_server() -> None:
-    prompt = demo_prompt(60, seed=6)
-    expected = local_model(DEMO).generate(prompt, max_new_tokens=12, do_sample=False)
-    with open_model(DEMO, local_experts_gib=1, device="cpu") as offloaded:
-        assert offloaded.links == []
-        assert torch.equal(offloaded.model.generate(prompt, max_new_tokens=12, do_sample=False), expected)
-
-
+@torch.inference_mode()
 def test_rows_that_need_only_local_experts_are_not_sent(three_servers: list[str]) -> None:
     prompt = demo_prompt(400, seed=7)
     sent = {}
     for n_local in (0, 64, 120):
-        with (
-            open_model(
-                DEMO, experts=three_servers[:1], local_experts_gib=expert_gib(n_local) * 1.001, device="cpu"
-            ) as offloaded,
-            torch.inference_mode(),
-        ):
+        gib = expert_gib(n_local) * 1.001
+        with open_model(DEMO, experts=three_servers[:1], local_experts_gib=gib, device="cpu") as offloaded:
             offloaded.model(prompt, logits_to_keep=1)
             sent[n_local] = offloaded.report().phases["prefill"]["rows"]
             chosen = offloaded.links[0].table
@@ -78,17 +66,9 @@ def test_profile_counts_routes_and_the_most_used_experts_stay(
 ) -> None:
     prompts, stats = tmp_path / "prompts.txt", tmp_path / "stats.json"
     prompts.write_text(PROMPTS)
-    options = [
-        "--experts",
-        three_servers[0],
-        "--max-new-tokens",
-        "10",
-        "--device",
-        "cpu",
-        "--report",
-        str(tmp_path / "r"),
-    ]
-    result = commands.run("moeoffload", "profile", DEMO, "--prompts", prompts, "--output", stats, *options)
+    words: list[str | Path] = ["--prompts", prompts, "--output", stats, "--report", tmp_path / "r"]
+    words += ["--experts", three_servers[0], "--max-new-tokens", "10", "--device", "cpu"]
+    result = commands.run("moeoffload", "profile", DEMO, *words)
     assert result.code == 0, result.err
     assert json.loads((tmp_path / "r").read_text())["phases"]["decode"]["tokens"] > 0
     counts = json.loads(stats.read_text())["counts"]
@@ -244,9 +224,7 @@ def test_a_call_that_failed_leaves_nothing_to_the_next_one() -> None:
 
 @torch.no_grad()
 def test_a_model_that_nobody_has_any_more_goes_at_once() -> None:
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collection():
         model: Any = Model("before", "after")
         for block in model.blocks:
             block.experts.moeoffload_call = None
@@ -255,8 +233,6 @@ def test_a_model_that_nobody_has_any_more_goes_at_once() -> None:
         left = [weakref.ref(block.shared_mlp) for block in model.blocks]
         del model, block, meanwhile
         assert [each() for each in left] == [None, None]
-    finally:
-        gc.enable()
 
 
 def test_what_is_promised_would_be_seen_if_it_were_read() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import re
 import weakref
 from collections.abc import Callable
@@ -15,13 +14,15 @@ from typing import Any
 import pytest
 import torch
 from command_lines import wait_until
-from conftest import DEMO, RunningServer, demo_prompt, stats, wait_until_left
+from conftest import DEMO, RunningServer, demo_prompt, no_collection, stats, wait_until_left
 
 from moeoffload import open_model
 from moeoffload.errors import ModelError
 
 
-def test_a_backward_pass_is_refused_and_a_forward_one_is_not(three_servers: list[str]) -> None:
+def test_a_backward_pass_is_refused_and_a_forward_one_is_not_and_so_is_saving_without_experts(
+    three_servers: list[str], tmp_path: Path
+) -> None:
     with open_model(DEMO, experts=three_servers[:1], device="cpu") as offloaded:
         logits = offloaded.model(torch.tensor([[5, 6, 7]])).logits
         with torch.no_grad():
@@ -29,14 +30,8 @@ def test_a_backward_pass_is_refused_and_a_forward_one_is_not(three_servers: list
         assert torch.equal(without.argmax(-1), logits.argmax(-1))
         with pytest.raises(ModelError, match="no gradient passes through routed experts"):
             logits.float().sum().backward()
-
-
-def test_saving_a_model_without_its_experts_is_refused(three_servers: list[str], tmp_path: Path) -> None:
-    with (
-        open_model(DEMO, experts=three_servers[:1], device="cpu") as offloaded,
-        pytest.raises(ModelError, match="cannot be saved; copy"),
-    ):
-        offloaded.model.save_pretrained(tmp_path)
+        with pytest.raises(ModelError, match="cannot be saved; copy"):
+            offloaded.model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -70,8 +65,7 @@ def test_calls_of_any_size_work_after_a_call_in_another_mode(
 
 def test_a_model_that_is_not_closed_leaves_its_server_when_nobody_has_it_any_more(server: RunningServer) -> None:
     prompt = demo_prompt(8, seed=1)
-    gc.disable()  # what goes has to go at once, not at some collection of cycles
-    try:
+    with no_collection():  # what goes has to go at once
         for _ in range(2):  # as a cell of a notebook that is run again
             offloaded = open_model(DEMO, experts=[server.address], threads=1, device="cpu")
         wait_until(lambda: stats(server.address).leases == 1, "the end of the first one's lease")
@@ -82,15 +76,11 @@ def test_a_model_that_is_not_closed_leaves_its_server_when_nobody_has_it_any_mor
         assert stats(server.address).leases == 1
         del model
         wait_until_left(server.address)
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_weights_of_a_model_that_nobody_has_any_more_go_at_once(is_closed: bool) -> None:
-    gc.collect()
-    gc.disable()  # a notebook that opens the next model does not wait for a collection of cycles
-    try:
+    with no_collection():  # a notebook that opens the next model does not wait for one
         offloaded = open_model(DEMO, local_experts_gib=1.0, device="cpu")
         offloaded.model(torch.tensor([[5, 6, 7]]))
         held = [weakref.ref(module) for module in offloaded.model.modules()]
@@ -101,8 +91,6 @@ def test_weights_of_a_model_that_nobody_has_any_more_go_at_once(is_closed: bool)
         del offloaded
         assert [each() for each in held if each() is not None] == []
         assert local() is None
-    finally:
-        gc.enable()
 
 
 def test_a_closed_model_can_be_closed_again_and_shown(server: RunningServer) -> None:

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from moeoffload.checkpoint import Checkpoint
+
 CPU = torch.device("cpu")
 
 
@@ -39,6 +41,18 @@ def reference_model(folder: Path, auto: Any = AutoModelForCausalLM, **options: A
     model, report = auto.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(report.values()), report
     return model
+
+
+def assert_read_alone(checkpoint: Checkpoint, layer: int, *, times: int = 8, in_tiles: bool = False) -> None:
+    """Each of eight packed experts that are read together, so many times, is the one that is read alone."""
+    together: Any = checkpoint.build_experts(layer, [*range(8)] * times, CPU, in_tiles=in_tiles)
+    for expert in range(8):
+        alone: Any = checkpoint.build_experts(layer, [expert], CPU, in_tiles=in_tiles)
+        for name in ("gate_up_proj", "down_proj"):
+            for ours, theirs in zip(getattr(together, name), getattr(alone, name), strict=True):
+                assert all(torch.equal(data, theirs.data[0]) for data in ours.data[expert::8])
+                if theirs.scales is not None:
+                    assert all(torch.equal(scales, theirs.scales[0]) for scales in ours.scales[expert::8])
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

@@ -22,7 +22,7 @@ from moeoffload.errors import ModelError
 from moeoffload.formats import PackedWeights
 from moeoffload.host.model import load_dense_model
 
-from .conftest import CPU, rewrite
+from .conftest import CPU, assert_read_alone, rewrite
 from .quantised import CASES, CUT, WIDE, Case, write
 
 EXPERTS = (3, 1, 7)
@@ -65,16 +65,7 @@ def test_an_expert_read_after_others_is_the_one_read_alone(
     case: Case, in_tiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moeoffload.checkpoint.repeated_read._BAND_BYTES", 1 << 10)  # in many bands of rows
-    checkpoint = Checkpoint.open(write(case, tmp_path))
-    experts = [*range(8)] * 8
-    together: Any = checkpoint.build_experts(1, experts, CPU, in_tiles=in_tiles)
-    for expert in range(8):
-        alone: Any = checkpoint.build_experts(1, [expert], CPU, in_tiles=in_tiles)
-        for name in ("gate_up_proj", "down_proj"):
-            for ours, theirs in zip(getattr(together, name), getattr(alone, name), strict=True):
-                assert all(torch.equal(ours.data[slot], theirs.data[0]) for slot in range(expert, len(experts), 8))
-                if theirs.scales is not None:
-                    assert all(torch.equal(scales, theirs.scales[0]) for scales in ours.scales[expert::8])
+    assert_read_alone(Checkpoint.open(write(case, tmp_path)), 1, in_tiles=in_tiles)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -328,9 +319,7 @@ def test_blocks_that_rows_and_columns_do_not_fill(tmp_path: Path) -> None:
     stored = load_file(folder / "model.safetensors")
     checkpoint = Checkpoint.open(folder)
     module: Any = checkpoint.build_experts(1, EXPERTS, CPU)
-    up, down = (
-        unpacked(getattr(module, name), torch.float32, transposed=False) for name in ("gate_up_proj", "down_proj")
-    )
+    up, down = (unpacked(part, torch.float32, transposed=False) for part in (module.gate_up_proj, module.down_proj))
     for slot, expert in enumerate(EXPERTS):
         base = f"model.layers.1.mlp.experts.{expert}"
         for part, ours in (("gate", up[slot, :320]), ("up", up[slot, 320:]), ("down", down[slot])):
@@ -353,8 +342,4 @@ def test_threads_do_not_change_what_is_read(threads: int, tmp_path: Path, monkey
     """Parts are read into memory that the next read of the same thread takes."""
     checkpoint = Checkpoint.open(write(CASES[12], tmp_path))
     monkeypatch.setattr("moeoffload.checkpoint.checkpoint._MOST_THREADS", threads)
-    every: Any = checkpoint.build_experts(0, range(8), CPU)
-    for expert in range(8):
-        one: Any = checkpoint.build_experts(0, [expert], CPU)
-        for name in ("gate_up_proj", "down_proj"):
-            assert torch.equal(getattr(one, name)[0].data[0], getattr(every, name)[0].data[expert])
+    assert_read_alone(checkpoint, 0, times=1)

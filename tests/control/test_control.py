@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import runpy
 import signal
 from collections.abc import Callable, Iterator
@@ -13,11 +14,10 @@ import grpc
 import pytest
 import torch
 from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, shm_names, wait_until
-from conftest import DEMO, READY_TIMEOUT_S, ROOT, RunningServer, StartServer, health_of, wait_until_left
+from conftest import DEMO, READY_TIMEOUT_S, ROOT, RunningServer, StartServer, connected, health_of, wait_until_left
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from models import all_experts, expert_bytes, reference_of
-from raw_host import raw_host
+from models import all_experts, expert_bytes, next_logits, reference_of
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient
@@ -28,33 +28,64 @@ from moeoffload.control.status import RETRY_AFTER
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
 from moeoffload.expert_server.service import MAX_LEASES, MAX_LEASES_OF_ONE
-from moeoffload.host.generate import prepare_prompt
-from moeoffload.host.session import OffloadedModel, open_model
-from moeoffload.placement import ExpertTable
+from moeoffload.host.session import open_model
 
-REFUSED = grpc.StatusCode.FAILED_PRECONDITION
-
-
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    return Checkpoint.open(DEMO)
+MODEL = Checkpoint.open(DEMO)
+DTYPE = MODEL.dtype_label
+ALL = all_experts(MODEL)
 
 
-@pytest.fixture(scope="module")
-def table(checkpoint: Checkpoint) -> ExpertTable:
-    return all_experts(checkpoint)
+class RawHost:
+    """A host that says what it likes: one Attach stream and plain calls beside it."""
+
+    def __init__(self, client: ControlClient) -> None:
+        self._client = client
+        self._outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
+        self._stream = self.call("Attach", iter(self._outgoing.get, None))
+
+    def call(self, method: str, request: Any) -> Any:
+        def begin(stub: Any, metadata: Any) -> Any:
+            return getattr(stub, method)(request, timeout=STEP_TIMEOUT_S, metadata=metadata)
+
+        return self._client._begin(begin)
+
+    def send(self, **step: Any) -> pb.AttachReply:
+        self._outgoing.put(pb.AttachRequest(**step))
+        reply: pb.AttachReply = next(self._stream)
+        return reply
+
+    def hello(self, name: str = "test") -> str:
+        return self.send(hello=pb.Hello(protocol_version=PROTOCOL_VERSION, host=name)).welcome.lease_id
+
+    def load(self, request: pb.LoadExpertsRequest) -> list[pb.LoadProgress]:
+        return list(self.call("LoadExperts", request))
+
+    def describe(self) -> pb.DescribeReply:
+        return self._client.describe(STEP_TIMEOUT_S)
+
+    def stats(self) -> pb.StatsReply:
+        return self._client.stats(STEP_TIMEOUT_S)
+
+    def close(self) -> None:
+        self._outgoing.put(None)
 
 
 @contextlib.contextmanager
-def refused(server: RunningServer, *words: str, code: grpc.StatusCode = REFUSED) -> Iterator[None]:
+def raw_host(address: str) -> Iterator[RawHost]:
+    with connected(address) as client, contextlib.closing(RawHost(client)) as host:
+        yield host
+
+
+@contextlib.contextmanager
+def refused(server: RunningServer, *words: str) -> Iterator[None]:
     """The call inside is refused with all of ``words`` and no traceback; the server then has all its memory back."""
     with raw_host(server.address) as other:
         before = other.describe()
         with pytest.raises(grpc.RpcError) as caught:
             yield
-        assert isinstance(caught.value, grpc.Call)
-        details = caught.value.details() or ""
-        assert caught.value.code() is code, details
+        error: Any = caught.value
+        details = error.details()
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION, details
         assert "\n" not in details
         assert all(word in details for word in words), details
         wait_until(lambda: other.stats().leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
@@ -63,25 +94,18 @@ def refused(server: RunningServer, *words: str, code: grpc.StatusCode = REFUSED)
     assert not [name for name in shm_names() if f"moeoffload-{server.process.pid}-" in name]
 
 
-def load_request(lease_id: str, checkpoint: Checkpoint, table: ExpertTable) -> pb.LoadExpertsRequest:
-    layers = [pb.LayerExperts(layer=i, experts=experts) for i, experts in enumerate(table.layers)]
-    return pb.LoadExpertsRequest(lease_id=lease_id, model=reference_of(checkpoint), layers=layers)
+def load_request(lease_id: str) -> pb.LoadExpertsRequest:
+    layers = [pb.LayerExperts(layer=i, experts=experts) for i, experts in enumerate(ALL.layers)]
+    return pb.LoadExpertsRequest(lease_id=lease_id, model=reference_of(MODEL), layers=layers)
 
 
-def activate_request(checkpoint: Checkpoint, table: ExpertTable, **changes: object) -> pb.Activate:
-    dtype = checkpoint.dtype_label
+def activate_request(**changes: object) -> pb.Activate:
     right: dict[str, Any] = {
-        "model_digest": checkpoint.digest, "compute_dtype": dtype, "table_digest": table.digest,
-        "hidden_size": checkpoint.hidden_size, "top_k": checkpoint.top_k, "dtype_out": dtype, "dtype_back": dtype,
+        "model_digest": MODEL.digest, "compute_dtype": DTYPE, "table_digest": ALL.digest,
+        "hidden_size": MODEL.hidden_size, "top_k": MODEL.top_k, "dtype_out": DTYPE, "dtype_back": DTYPE,
         "batch_capacity": 64, "n_slots": 4, "transport": "auto",
     }  # fmt: skip
     return pb.Activate(**right | changes)
-
-
-def logits_of(model: OffloadedModel) -> torch.Tensor:
-    with torch.inference_mode():
-        logits: torch.Tensor = model.model(**prepare_prompt(model, "add 17 25 =", chat=True).inputs).logits
-    return logits
 
 
 def test_generated_code_is_that_of_the_proto_file(tmp_path: Path) -> None:
@@ -128,10 +152,8 @@ def test_calls_that_are_no_message_keep_no_stream(server: RunningServer) -> None
         assert list(stub.ServerReflectionInfo(iter([request]), timeout=STEP_TIMEOUT_S, metadata=shown))
 
 
-def test_describe_and_stats_follow_a_host_from_load_to_leave(
-    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable
-) -> None:
-    n_bytes = expert_bytes(checkpoint)
+def test_describe_and_stats_follow_a_host_from_load_to_leave(server: RunningServer) -> None:
+    n_bytes = expert_bytes(MODEL)
     with raw_host(server.address) as watcher:
         free = watcher.describe()
         assert (free.protocol_version, free.device, free.draining) == (PROTOCOL_VERSION, "cpu", False)
@@ -139,17 +161,16 @@ def test_describe_and_stats_follow_a_host_from_load_to_leave(
         assert free.offered_bytes == 2 << 30
         assert (free.resident_bytes, watcher.stats().leases) == (0, 0)
         with raw_host(server.address) as host:
-            steps = host.load(load_request(host.hello(), checkpoint, table))
+            steps = host.load(load_request(host.hello()))
             assert [step.loaded_bytes for step in steps] == sorted(step.loaded_bytes for step in steps)
             assert steps[-1].loaded_bytes == steps[-1].total_bytes == n_bytes
-            assert steps[-1].table_digest == table.digest
+            assert steps[-1].table_digest == ALL.digest
             loaded = watcher.describe()
             assert loaded.resident_bytes == watcher.stats().resident_bytes == n_bytes
             assert loaded.offered_bytes == free.offered_bytes - n_bytes
-            asked = pb.DescribeRequest(model_digest=checkpoint.digest, compute_dtype=checkpoint.dtype_label)
-            again = watcher.call("Describe", asked)
+            again = watcher.call("Describe", pb.DescribeRequest(model_digest=MODEL.digest, compute_dtype=DTYPE))
             assert again.offered_bytes == free.offered_bytes, "experts of the same model are shared"
-            offer = host.send(activate=activate_request(checkpoint, table)).offer
+            offer = host.send(activate=activate_request()).offer
             assert offer.batch_capacity == 64
             assert [channel.transport for channel in offer.channels] == ["shared", "stream"]
             assert watcher.describe().offered_bytes < loaded.offered_bytes, "room for batches is taken"
@@ -160,16 +181,16 @@ def test_describe_and_stats_follow_a_host_from_load_to_leave(
 
 def test_draining_keeps_attached_hosts_refuses_new_ones_and_ends_with_the_last(start_server: StartServer) -> None:
     server = start_server()
-    with contextlib.closing(ControlClient(server.address)) as client:
+    with connected(server.address) as client:
         with open_model(DEMO, experts=[server.address], threads=1, required=True) as model:
-            before = logits_of(model)
+            before = next_logits(model)
             assert client.drain(STEP_TIMEOUT_S) == 1
             assert health_of(server.address, "") == health_of(server.address, SERVICE_NAME) == "NOT_SERVING"
             with pytest.raises(ServerError, match=f"{server.address}: .*draining"):
                 open_model(DEMO, experts=[server.address], threads=1, connect_timeout_s=5.0)
             with raw_host(server.address) as other, pytest.raises(grpc.RpcError, match="draining"):
                 other.hello()
-            assert torch.equal(logits_of(model), before)
+            assert torch.equal(next_logits(model), before)
             assert server.process.poll() is None
         assert server.process.wait(READY_TIMEOUT_S) == 0
     assert "Traceback" not in server.log_text
@@ -180,7 +201,7 @@ def test_a_server_without_hosts_ends_when_drained_and_one_that_stops_tells_its_h
     with raw_host(drained.address) as host:
         assert host.call("Drain", pb.DrainRequest()).leases == 0
         assert drained.process.wait(READY_TIMEOUT_S) == 0
-    with contextlib.closing(ControlClient(stopped.address)) as client:
+    with connected(stopped.address) as client:
         lease = client.attach(STEP_TIMEOUT_S)
         stopped.process.send_signal(signal.SIGINT)
         assert lease.why_ended(STEP_TIMEOUT_S) == f"expert server {stopped.address}: the server is stopping"
@@ -193,10 +214,9 @@ def test_one_lease_more_than_the_limits_is_told_to_come_back(server: RunningServ
         def refuse(name: str, words: str) -> None:
             with raw_host(server.address) as one_more, pytest.raises(grpc.RpcError, match=words) as caught:
                 one_more.hello(name)
-            assert isinstance(caught.value, grpc.Call)
-            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            metadata = dict(caught.value.trailing_metadata() or ())
-            assert int(metadata[RETRY_AFTER]) > 0
+            error: Any = caught.value
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert int(dict(error.trailing_metadata())[RETRY_AFTER]) > 0
 
         for _ in range(MAX_LEASES_OF_ONE):
             stack.enter_context(raw_host(server.address)).hello("first")
@@ -221,17 +241,17 @@ def test_one_lease_more_than_the_limits_is_told_to_come_back(server: RunningServ
     ],
 )
 def test_steps_that_come_too_early_twice_or_without_proof_are_refused(
-    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable, steps: str, words: list[str]
+    server: RunningServer, steps: str, words: list[str]
 ) -> None:
     lease_id = ""
-    with raw_host(server.address) as host, refused(server, *words):
+    with refused(server, *words), raw_host(server.address) as host:
         for step in steps.split():
             if step == "hello":
                 lease_id = host.hello()
             elif step == "load":
-                host.load(load_request(lease_id, checkpoint, table))
+                host.load(load_request(lease_id))
             elif step == "activate":
-                host.send(activate=activate_request(checkpoint, table))
+                host.send(activate=activate_request())
             elif step == "accept":
                 host.send(accept=pb.Accept(transport="shared", nonce=b"guess"))
             elif step == "other-version":
@@ -240,17 +260,13 @@ def test_steps_that_come_too_early_twice_or_without_proof_are_refused(
                 host.send()
 
 
-def test_activate_after_a_load_that_failed_is_refused(
-    start_server: StartServer, checkpoint: Checkpoint, table: ExpertTable
-) -> None:
+def test_activate_after_a_load_that_failed_is_refused(start_server: StartServer) -> None:
     server = start_server("--memory-gib", "0.002")
-    with raw_host(server.address) as host, refused(server, "before the experts were loaded"):
-        request = load_request(host.hello(), checkpoint, table)
-        with pytest.raises(grpc.RpcError, match=r"this server has .* GiB left") as caught:
+    with refused(server, "before the experts were loaded"), raw_host(server.address) as host:
+        request = load_request(host.hello())
+        with pytest.raises(grpc.RpcError, match=r"(?s)RESOURCE_EXHAUSTED.*this server has .* GiB left"):
             host.load(request)
-        assert isinstance(caught.value, grpc.Call)
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        host.send(activate=activate_request(checkpoint, table))
+        host.send(activate=activate_request())
 
 
 Change = Callable[[pb.LoadExpertsRequest], None]
@@ -298,16 +314,11 @@ def model(**values: str) -> Change:
         (layers((0, []), (1, []), (2, []), (3, [2**32 - 1])), ["expert table"]),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(
-    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable, change: Any, words: list[str]
-) -> None:
-    with raw_host(server.address) as host, refused(server, *words):
-        request = load_request(host.hello(), checkpoint, table)
+def test_what_cannot_be_loaded_is_refused(server: RunningServer, change: Any, words: list[str]) -> None:
+    with refused(server, *words), raw_host(server.address) as host:
+        request = load_request(host.hello())
         change(request)
-        try:
-            host.load(request)
-        finally:
-            host.close()
+        host.load(request)
 
 
 @pytest.mark.parametrize(
@@ -329,20 +340,18 @@ def test_what_cannot_be_loaded_is_refused(
     ids=str,
 )
 def test_an_activate_that_differs_is_refused_with_the_name_of_the_field(
-    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable, changes: dict[str, object], words: list[str]
+    server: RunningServer, changes: dict[str, object], words: list[str]
 ) -> None:
-    with raw_host(server.address) as host, refused(server, *words):
-        host.load(load_request(host.hello(), checkpoint, table))
-        host.send(activate=activate_request(checkpoint, table, **changes))
+    with refused(server, *words), raw_host(server.address) as host:
+        host.load(load_request(host.hello()))
+        host.send(activate=activate_request(**changes))
 
 
-def test_absurdly_large_wishes_are_cut_to_what_the_server_allows(
-    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable
-) -> None:
+def test_absurdly_large_wishes_are_cut_to_what_the_server_allows(server: RunningServer) -> None:
     with raw_host(server.address) as host:
         limits = host.describe()
-        host.load(load_request(host.hello(), checkpoint, table))
-        wish = activate_request(checkpoint, table, batch_capacity=2**31, n_slots=2**32 - 1)
+        host.load(load_request(host.hello()))
+        wish = activate_request(batch_capacity=2**31, n_slots=2**32 - 1)
         offer = host.send(activate=wish).offer
         assert 1 <= offer.batch_capacity <= limits.batch_capacity
         assert {channel.n_slots for channel in offer.channels} == {limits.max_slots}
@@ -351,5 +360,5 @@ def test_absurdly_large_wishes_are_cut_to_what_the_server_allows(
 
 def test_after_all_of_this_the_server_still_serves(server: RunningServer) -> None:
     with open_model(DEMO, experts=[server.address], threads=1) as model:
-        assert torch.isfinite(logits_of(model)).all()
+        assert torch.isfinite(next_logits(model)).all()
     assert "Traceback" not in server.log_text

@@ -308,14 +308,11 @@ def test_a_server_that_answers_what_nobody_asked_ends_the_lease(serve: Serve) ->
     pb_grpc.add_ExpertServiceServicer_to_server(Flooding(), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    client = ControlClient(f"127.0.0.1:{port}")
-    try:
+    with contextlib.closing(ControlClient(f"127.0.0.1:{port}")) as client:
         lease = client.attach(SOON_S)
         assert lease.lease_id == "1 2"
         assert "were not asked for" in (lease.why_ended(SOON_S) or "")
-    finally:
-        client.close()
-        server.stop(0).wait(SOON_S)
+    server.stop(0).wait(SOON_S)
 
 
 @pytest.mark.parametrize("call", ["connect", "describe", "attach", "stats", "drain"])

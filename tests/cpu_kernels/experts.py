@@ -73,6 +73,13 @@ def random_rows(n_rows: int, hidden: int, dtype: torch.dtype, *, seed: int = 0) 
     return torch.randn(n_rows, hidden, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def random_call(
+    n_rows: int, hidden: int, dtype: torch.dtype, top_k: int, n_experts: int, *, seed: int = 0, absent: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, slots and weights of a call."""
+    return random_rows(n_rows, hidden, dtype, seed=seed), *routes(n_rows, top_k, n_experts, seed=seed, absent=absent)
+
+
 def call(layer: Any, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The layer's result in an ``out`` that held NaN before."""
     out = torch.full(rows.shape, torch.nan, dtype=torch.float32)

@@ -11,7 +11,7 @@ from experts_modules import make_experts, reference
 
 from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels, calls, tiled
 
-from .experts import DTYPES, call, gated_experts, random_rows, routes, threads
+from .experts import DTYPES, call, gated_experts, random_call, random_rows, routes, threads
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -49,15 +49,17 @@ def test_a_slot_that_does_not_exist_is_refused_and_nothing_is_written(bad: int, 
     layer = LayerKernels(gated_experts(4, 64, 32, torch.bfloat16), kernel=kernel)  # type: ignore[arg-type]
     out = torch.full((3, 64), 7.0)
     slots = torch.tensor([[0, 1], [2, bad], [3, 3]])
+    asked = KernelInput(random_rows(3, 64, torch.bfloat16), slots, torch.ones(3, 2), out)
     with pytest.raises(IndexError):
-        layer(KernelInput(random_rows(3, 64, torch.bfloat16), slots, torch.ones(3, 2), out))
+        layer(asked)
+    with pytest.raises(IndexError, match="slot"):
+        next(layer.in_slices(asked))
     assert torch.equal(out, torch.full((3, 64), 7.0))
 
 
 def test_strided_inputs() -> None:
     layer = LayerKernels(gated_experts(4, 64, 32, torch.bfloat16))
-    rows = random_rows(6, 128, torch.bfloat16)
-    slots, weights = routes(6, 4, 4)
+    rows, slots, weights = random_call(6, 128, torch.bfloat16, 4, 4)
     strided = [each[::2, ::2] for each in (rows, slots, weights)]
     assert torch.equal(call(layer, *strided), call(layer, *(each.contiguous() for each in strided)))
 
@@ -87,8 +89,7 @@ def test_what_does_not_fit_is_refused(wrong: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_non_finite_values_are_not_hidden(dtype: torch.dtype, bad: float) -> None:
     experts = gated_experts(4, 96, 40, dtype)
-    rows = random_rows(3, 96, dtype)
-    slots, weights = routes(3, 2, 4)
+    rows, slots, weights = random_call(3, 96, dtype, 2, 4)
     layer = LayerKernels(experts, kernel="tiled")
     clean = call(layer, rows, slots, weights)
     spoiled = rows.clone()
@@ -112,8 +113,7 @@ SHAPE = (16, 320, 160)
 def test_rows_alone_and_together_have_the_same_bits(dtype: torch.dtype) -> None:
     n_experts, hidden, inter = SHAPE
     layer = LayerKernels(gated_experts(n_experts, hidden, inter, dtype), kernel="tiled")
-    rows = random_rows(150, hidden, dtype)
-    slots, weights = routes(150, 8, n_experts)
+    rows, slots, weights = random_call(150, hidden, dtype, 8, n_experts)
     together = call(layer, rows, slots, weights)
     for size in (1, 2, 3, 4, 6, 7, 13, 64):
         for start in range(0, 150, size):
@@ -125,8 +125,7 @@ def test_rows_alone_and_together_have_the_same_bits(dtype: torch.dtype) -> None:
 def test_partial_sums_of_two_servers_add_up(dtype: torch.dtype) -> None:
     n_experts, hidden, inter = SHAPE
     layer = LayerKernels(gated_experts(n_experts, hidden, inter, dtype), kernel="tiled")
-    rows = random_rows(9, hidden, dtype)
-    slots, weights = routes(9, 2, n_experts)
+    rows, slots, weights = random_call(9, hidden, dtype, 2, n_experts)
     first, second = slots.clone(), slots.clone()
     first[:, 1], second[:, 0] = -1, -1
     parts = [call(layer, rows, part, weights) for part in (first, second)]
@@ -137,8 +136,7 @@ def test_partial_sums_of_two_servers_add_up(dtype: torch.dtype) -> None:
 def test_threads_do_not_change_bits(dtype: torch.dtype) -> None:
     layer = LayerKernels(gated_experts(8, 512, 384, dtype), kernel="tiled")
     for n_rows in (1, 5, 40):
-        rows = random_rows(n_rows, 512, dtype)
-        slots, weights = routes(n_rows, 4, 8, absent=0.1)
+        rows, slots, weights = random_call(n_rows, 512, dtype, 4, 8, absent=0.1)
         with threads(1):
             alone = call(layer, rows, slots, weights)
         with threads(2):
@@ -149,7 +147,7 @@ def test_layers_of_any_shape_share_a_workspace() -> None:
     shared = KernelWorkspace()
     for n in (1, 2, 3, 1):
         experts = gated_experts(3 + n, 64 * n, 32 * n, torch.bfloat16, seed=n)
-        inputs = (random_rows(5, 64 * n, torch.bfloat16), *routes(5, 2, 3 + n))
+        inputs = random_call(5, 64 * n, torch.bfloat16, 2, 3 + n)
         first, second = (call(LayerKernels(experts, each), *inputs) for each in (shared, KernelWorkspace()))
         assert torch.equal(first, second)
 
@@ -167,8 +165,7 @@ def test_decode_and_prefill_do_not_resize_each_others_buffers() -> None:
 
 def test_threads_with_workspaces_of_their_own_do_not_disturb_each_other() -> None:
     layer = LayerKernels(gated_experts(8, 256, 128, torch.bfloat16))
-    rows = random_rows(12, 256, torch.bfloat16)
-    slots, weights = routes(12, 4, 8)
+    rows, slots, weights = random_call(12, 256, torch.bfloat16, 4, 8)
     expected = call(layer, rows, slots, weights)
 
     def is_right(_: int) -> bool:
@@ -188,7 +185,7 @@ def test_a_workspace_has_room_for_more_rows_of_fewer_routes(dtype: torch.dtype) 
     workspace = KernelWorkspace()
     layer = LayerKernels(gated_experts(8, 72, 32, dtype), workspace, "tiled")
     for n_rows, top_k in ((20, 4), (40, 2), (80, 1)):
-        inputs = random_rows(n_rows, 72, dtype), *routes(n_rows, top_k, 8)
+        inputs = random_call(n_rows, 72, dtype, top_k, 8)
         result = call(layer, *inputs)
         assert torch.equal(result, call(LayerKernels(gated_experts(8, 72, 32, dtype), kernel="tiled"), *inputs))
         assert workspace.buffers["operands"].numel() >= n_rows * 72 * dtype.itemsize
@@ -219,7 +216,7 @@ def sliced(layer: LayerKernels, inputs: tuple[torch.Tensor, ...], between: Any =
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_slices_have_the_bits_of_one_call(dtype: torch.dtype, n_rows: int, n_threads: int) -> None:
     layer = LayerKernels(gated_experts(16, 320, 160, dtype), kernel="tiled")
-    inputs = (random_rows(n_rows, 320, dtype), *routes(n_rows, 8, 16, absent=0.2))
+    inputs = random_call(n_rows, 320, dtype, 8, 16, absent=0.2)
     with threads(n_threads):
         whole = call(layer, *inputs)
         assert torch.equal(sliced(layer, inputs), whole)
@@ -282,7 +279,7 @@ def test_routes_of_one_expert_are_cut_where_they_are_many(monkeypatch: pytest.Mo
 def test_another_call_in_between_disturbs_neither() -> None:
     layer = LayerKernels(gated_experts(16, 320, 160, torch.bfloat16), kernel="tiled")
     other, urgent = LayerKernels(gated_experts(8, 320, 160, torch.bfloat16, seed=1), kernel="tiled"), KernelWorkspace()
-    large = (random_rows(64, 320, torch.bfloat16), *routes(64, 8, 16))
+    large = random_call(64, 320, torch.bfloat16, 8, 16)
     small = (random_rows(2, 320, torch.bfloat16, seed=2), *routes(2, 4, 8))
     expected, expected_small = call(layer, *large), call(other, *small)
     results = []
@@ -300,13 +297,5 @@ def test_another_call_in_between_disturbs_neither() -> None:
 def test_experts_with_bias_and_an_activation_of_their_own() -> None:
     experts = make_experts("gpt_oss", 8, 128, 96, torch.float32, seed=1)
     layer = LayerKernels(experts, kernel="tiled")
-    inputs = (random_rows(40, 128, torch.float32), *routes(40, 2, 8, absent=0.2))
+    inputs = random_call(40, 128, torch.float32, 2, 8, absent=0.2)
     assert torch.equal(sliced(layer, inputs), call(layer, *inputs))
-
-
-def test_a_slot_that_does_not_exist_is_refused_before_the_first_slice() -> None:
-    layer = LayerKernels(gated_experts(4, 64, 32, torch.float32), kernel="tiled")
-    rows, slots, weights = random_rows(3, 64, torch.float32), *routes(3, 2, 4)
-    slots[1, 1] = 4
-    with pytest.raises(IndexError, match="slot"):
-        next(layer.in_slices(KernelInput(rows, slots, weights, torch.zeros(3, 64))))

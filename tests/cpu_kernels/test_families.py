@@ -18,7 +18,7 @@ from torch import nn
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.kernels import LayerKernels, grouped_experts
 
-from .experts import DTYPES, call, gated_experts, random_rows, routes, transformers_result
+from .experts import DTYPES, call, gated_experts, random_call, random_rows, routes, transformers_result
 
 TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-18}
 
@@ -34,8 +34,7 @@ def test_family(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
             parameter.copy_(torch.randn(parameter.shape))
     inputs = []
     for n_rows in (1, 3, 20):
-        rows = random_rows(n_rows, checkpoint.hidden_size, dtype, seed=n_rows)
-        slots, weights = routes(n_rows, 3, 5, seed=n_rows, absent=0.3)
+        rows, slots, weights = random_call(n_rows, checkpoint.hidden_size, dtype, 3, 5, seed=n_rows, absent=0.3)
         inputs += [(rows, slots, weights), (rows, slots, weights.to(dtype))]
     before = [grouped_experts(experts, *some) for some in inputs]
     values = {name: parameter.clone() for name, parameter in experts.named_parameters()}
@@ -61,8 +60,7 @@ def test_norm_after_each_expert_and_no_gate() -> None:
     experts = make_experts("ungated-relu2", 4, 64, 32, torch.bfloat16)
     experts.has_post_expert_norm = True
     experts.post_expert_norm = nn.RMSNorm(64, dtype=torch.bfloat16).requires_grad_(False)
-    rows = random_rows(6, 64, torch.bfloat16)
-    slots, weights = routes(6, 2, 4, absent=0.2)
+    rows, slots, weights = random_call(6, 64, torch.bfloat16, 2, 4, absent=0.2)
     expected = grouped_experts(experts, rows, slots, weights)
     ours = call(LayerKernels(experts, kernel="tiled"), rows, slots, weights)
     torch.testing.assert_close(ours, expected, rtol=2**-6, atol=2**-6)
@@ -82,8 +80,7 @@ def test_result_is_the_layers_in_the_models_dtype(dtype: torch.dtype) -> None:
     experts = gated_experts(8, 64, 32, dtype)
     layer = LayerKernels(experts)
     for n_rows in (1, 5, 40):
-        rows = random_rows(n_rows, 64, dtype)
-        slots, weights = routes(n_rows, 4, 8)
+        rows, slots, weights = random_call(n_rows, 64, dtype, 4, 8)
         for route_weights in (weights, weights.to(dtype)):
             assert torch.equal(
                 local_experts(experts, rows, slots, route_weights), call(layer, rows, slots, route_weights).to(dtype)
@@ -93,15 +90,13 @@ def test_result_is_the_layers_in_the_models_dtype(dtype: torch.dtype) -> None:
 def test_one_keyword_selects_it() -> None:
     experts = gated_experts(8, 64, 32, torch.bfloat16)
     experts.config._experts_implementation = register_local_experts()
-    rows = random_rows(3, 64, torch.bfloat16)
-    slots, weights = routes(3, 2, 8)
+    rows, slots, weights = random_call(3, 64, torch.bfloat16, 2, 8)
     assert torch.equal(experts(rows, slots, weights), local_experts(experts, rows, slots, weights))
 
 
 def test_parameters_may_be_moved_and_modules_are_let_go() -> None:
     experts = gated_experts(8, 64, 32, torch.bfloat16)
-    rows = random_rows(3, 64, torch.bfloat16)
-    slots, weights = routes(3, 2, 8)
+    rows, slots, weights = random_call(3, 64, torch.bfloat16, 2, 8)
     local_experts(experts, rows, slots, weights)
     experts.to(torch.float32)
     got = local_experts(experts, rows.float(), slots, weights)
@@ -126,8 +121,7 @@ def test_gradients_flow_through_transformers() -> None:
 
 def test_ids_above_the_last_expert_mean_elsewhere_in_expert_parallel() -> None:
     experts = gated_experts(8, 64, 32, torch.bfloat16)
-    rows = random_rows(4, 64, torch.bfloat16)
-    slots, weights = routes(4, 2, 8)
+    rows, slots, weights = random_call(4, 64, torch.bfloat16, 2, 8)
     experts._is_expert_parallel = True
     ours = local_experts(experts, rows, slots.masked_fill(slots == 3, 8), weights)
     layer = LayerKernels(experts)

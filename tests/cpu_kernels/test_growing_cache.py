@@ -27,12 +27,6 @@ def rows(n_tokens: int, batch: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]
     return keys, values
 
 
-def assert_equal(ours: DynamicLayer, theirs: DynamicLayer) -> None:
-    assert ours.get_seq_length() == theirs.get_seq_length()
-    assert torch.equal(ours.keys, theirs.keys)
-    assert torch.equal(ours.values, theirs.values)
-
-
 @pytest.mark.parametrize("modes", [MODES, MODES[::-1], [*MODES[1:], MODES[0]]], ids=str)
 def test_values_are_those_of_a_dynamic_layer(modes: list[Callable[[], AbstractContextManager[None]]]) -> None:
     ours, theirs = GrowingLayer(), DynamicLayer()
@@ -54,7 +48,9 @@ def test_values_are_those_of_a_dynamic_layer(modes: list[Callable[[], AbstractCo
                 elif round_number == 4:
                     layer.reset()
             if theirs.get_seq_length():
-                assert_equal(ours, theirs)
+                assert ours.get_seq_length() == theirs.get_seq_length()
+                assert torch.equal(ours.keys, theirs.keys)
+                assert torch.equal(ours.values, theirs.values)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from .experts import (
     call,
     gated_experts,
     instruction_sets,
+    random_call,
     random_rows,
     routes,
     threads,
@@ -37,8 +38,7 @@ def test_results_are_as_near_to_exact_as_the_dtype_allows_and_of_each_row_alone(
     experts = gated_experts(n_experts, hidden, inter, dtype)
     layer = LayerKernels(experts, kernel="tiled")
     for n_rows in (1, 2, 3, 5, 7, 16, 17, 40):
-        rows = random_rows(n_rows, hidden, dtype, seed=n_rows)
-        slots, weights = routes(n_rows, top_k, n_experts, seed=n_rows, absent=0.2)
+        rows, slots, weights = random_call(n_rows, hidden, dtype, top_k, n_experts, seed=n_rows, absent=0.2)
         truth = reference(experts, rows, slots, weights)
         for route_weights in (weights, weights.to(dtype)):
             out = call(layer, rows, slots, route_weights)
@@ -67,8 +67,7 @@ def test_every_rounding_is_where_transformers_has_it(dtype: torch.dtype) -> None
 def test_grouped_choice_has_transformers_bits(dtype: torch.dtype) -> None:
     experts = gated_experts(8, 64, 32, dtype)
     layer = LayerKernels(experts, kernel="grouped")
-    rows = random_rows(20, 64, dtype)
-    slots, weights = routes(20, 4, 8)
+    rows, slots, weights = random_call(20, 64, dtype, 4, 8)
     assert layer.kernel_for(20) == "grouped"
     for route_weights in (weights, weights.to(dtype)):
         ours = call(layer, rows, slots, route_weights)

@@ -21,7 +21,7 @@ from moeoffload.kernels import KernelInput, LayerKernels, grouped_experts
 from moeoffload.kernels.dense import PackedLinear
 from moeoffload.native import Features
 
-from .experts import DTYPES, call, few_row_linear, gated_experts, instruction_sets, random_rows, routes, threads
+from .experts import DTYPES, call, few_row_linear, gated_experts, instruction_sets, random_call, random_rows, threads
 
 MIXES = (("q4_k", "q6_k"), ("BFLOAT16", "fp8 blocks"), ("mxfp4", "q5_k"))
 SETS = instruction_sets()
@@ -63,8 +63,7 @@ def assert_same_bits(packed: Any, plain: Any, dtype: torch.dtype, all_rows: tupl
     layers = LayerKernels(packed, kernel="tiled"), LayerKernels(plain, kernel="tiled")
     n_experts, hidden = layers[1].n_experts, layers[1].hidden
     for n_rows in all_rows:
-        rows = random_rows(n_rows, hidden, dtype, seed=n_rows)
-        slots, weights = routes(n_rows, 2, n_experts, seed=n_rows, absent=0.1)
+        rows, slots, weights = random_call(n_rows, hidden, dtype, 2, n_experts, seed=n_rows, absent=0.1)
         result, expected = (call(layer, rows, slots, weights) for layer in layers)
         assert result.isfinite().all()
         assert result.abs().max() > 2.0**-20, "else this compares zeros"
@@ -152,7 +151,7 @@ def test_threads_and_slices_do_not_change_bits() -> None:
     packed, plain = two_modules((BY_NAME["q4_k"], BY_NAME["q6_k"]), BY_NAME["mxfp4"], (4, 512, 384), torch.bfloat16)
     expected, layer = LayerKernels(plain, kernel="tiled"), LayerKernels(packed, kernel="tiled")
     for n_rows in (1, 5, 90):
-        some = (random_rows(n_rows, 512, torch.bfloat16), *routes(n_rows, 2, 4, absent=0.1))
+        some = random_call(n_rows, 512, torch.bfloat16, 2, 4, absent=0.1)
         out, wanted = torch.empty(n_rows, 512), call(expected, *some)
         with threads(2):
             for _ in layer.in_slices(KernelInput(*some, out)):
@@ -168,7 +167,7 @@ def test_grouped_kernel_unpacks(dtype: torch.dtype) -> None:
     layer = LayerKernels(packed, kernel="grouped")
     assert (layer.n_experts, layer.hidden, layer.dtype) == (4, 288, dtype)
     for n_rows in (1, 40):
-        inputs = (random_rows(n_rows, 288, dtype), *routes(n_rows, 2, 4, absent=0.2))
+        inputs = random_call(n_rows, 288, dtype, 2, 4, absent=0.2)
         assert torch.equal(call(layer, *inputs), grouped_experts(plain, *inputs))
 
 
@@ -177,7 +176,7 @@ def test_combinations_without_a_kernel_fall_back() -> None:
     packed, plain = two_modules((odd,), odd, (3, 96, 48), torch.bfloat16)
     layer = LayerKernels(packed)
     assert layer.falls_back == "odd: groups of 48 weights; weights are unpacked in every call"
-    inputs = (random_rows(5, 96, torch.bfloat16), *routes(5, 2, 3))
+    inputs = random_call(5, 96, torch.bfloat16, 2, 3)
     assert torch.equal(call(layer, *inputs), grouped_experts(plain, *inputs))
     with pytest.raises(ValueError, match="groups of 48"):
         LayerKernels(packed, kernel="tiled")

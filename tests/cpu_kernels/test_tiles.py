@@ -15,7 +15,7 @@ from moeoffload.kernels import KernelInput, LayerKernels, calls
 from moeoffload.kernels.dense import FewRowLinear, PackedLinear
 from moeoffload.native import Features
 
-from .experts import EPSILON, call, gated_experts, instruction_sets, random_rows, routes, threads
+from .experts import EPSILON, call, gated_experts, instruction_sets, random_call, random_rows, threads
 
 TILED = [form for form in FORMATS if can_tile(form, 16, 256)]
 SETS = [some & ~Features.MATRIX_UNIT for some in instruction_sets() if Features.AVX2 in some]
@@ -126,8 +126,7 @@ def test_experts(form: PackedFormat, monkeypatch: pytest.MonkeyPatch) -> None:
             pack_experts(gated_experts(4, 768, 256, dtype), (copy_of(up),), (copy_of(down),), dtype), kernel="tiled"
         )
         for n_rows in (1, 3, 16, 200):
-            rows = random_rows(n_rows, 768, dtype, seed=n_rows)
-            slots, weights = routes(n_rows, 2, 4, seed=n_rows, absent=0.1)
+            rows, slots, weights = random_call(n_rows, 768, dtype, 2, 4, seed=n_rows, absent=0.1)
             result, wanted = call(layer, rows, slots, weights), call(expected, rows.float(), slots, weights)
             assert (result - wanted).norm() <= 2**-7 * wanted.norm(), n_rows
             for row in range(0, n_rows, 1 + n_rows // 5):
@@ -146,7 +145,7 @@ def test_threads_and_slices_do_not_change_bits(names: tuple[str, str, str]) -> N
     plain.down_proj.copy_(unpacked((last,), torch.float32))
     layer = LayerKernels(experts, kernel="tiled")
     for n_rows in (1, 5, 90):
-        some = random_rows(n_rows, 512, torch.bfloat16), *routes(n_rows, 2, 4, absent=0.1)
+        some = random_call(n_rows, 512, torch.bfloat16, 2, 4, absent=0.1)
         whole, wanted = call(layer, *some), call(LayerKernels(plain, kernel="tiled"), some[0].float(), *some[1:])
         assert (whole - wanted).norm() <= 2**-7 * wanted.norm(), n_rows
         with threads(2):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from moeoffload import native
 from moeoffload.errors import ModelError
@@ -16,7 +15,7 @@ from moeoffload.kernels import KernelInput, LayerKernels, calls, grouped_experts
 from moeoffload.kernels.attention import takes_many
 from moeoffload.kernels.fast_dense import accelerate_dense
 
-from .experts import call, gated_experts, random_rows, routes
+from .experts import call, gated_experts, random_call
 from .test_dense import small_model, state
 
 
@@ -37,7 +36,7 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_experts_fall_back_to_the_grouped_kernel(caplog: pytest.LogCaptureFixture) -> None:
     experts = gated_experts(4, 64, 32, torch.bfloat16)
     layers = [LayerKernels(experts) for _ in range(2)]
-    inputs = (random_rows(5, 64, torch.bfloat16), *routes(5, 2, 4, absent=0.2))
+    inputs = random_call(5, 64, torch.bfloat16, 2, 4, absent=0.2)
     assert layers[0].falls_back == "CPU kernels are not built"
     assert layers[0].kernel_for(1) == "grouped"
     assert torch.equal(call(layers[0], *inputs), grouped_experts(experts, *inputs))
@@ -51,16 +50,7 @@ def test_experts_fall_back_to_the_grouped_kernel(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.usefixtures("unbuilt")
-def test_linear_layers_are_left_to_torch() -> None:
-    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)).bfloat16().requires_grad_(False)
-    x = random_rows(2, 64, torch.bfloat16)
-    expected = model(x)
-    accelerate_dense(model)
-    assert torch.equal(model(x), expected)
-
-
-@pytest.mark.usefixtures("unbuilt")
-def test_norms_and_attention_stay_torchs(caplog: pytest.LogCaptureFixture) -> None:
+def test_linear_layers_norms_and_attention_stay_torchs(caplog: pytest.LogCaptureFixture) -> None:
     model = small_model("qwen3_moe")
     before = state(model)
     accelerate_dense(model)
@@ -85,7 +75,7 @@ def test_one_thread_is_announced(
     threads.parallel_address.cache_clear()
     before = torch.get_num_threads()
     layer = LayerKernels(gated_experts(8, 512, 384, torch.bfloat16), kernel="tiled")
-    inputs = (random_rows(5, 512, torch.bfloat16), *routes(5, 4, 8))
+    inputs = random_call(5, 512, torch.bfloat16, 4, 8)
     try:
         torch.set_num_threads(1)
         alone = call(layer, *inputs)

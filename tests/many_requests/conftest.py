@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from command_lines import running_commands
+from command_lines import Commands
 from conftest import DEMO
 
-from many_requests.serve_process import RUNNING, WAITING, Server, start
+from many_requests.http_kit import RUNNING, WAITING, Process, start_serve
 from moeoffload import OffloadedModel, open_model
 
 
@@ -22,11 +23,11 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="session")
-def serve_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def serve_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """`moeoffload serve` with the demo checkpoint, for all modules that leave it as it was."""
     folder = tmp_path_factory.mktemp("serve")
-    with running_commands(folder) as commands:
-        yield start(commands, folder, "--max-running", str(RUNNING), "--max-waiting", str(WAITING))
+    with contextlib.closing(Commands(folder)) as commands:
+        yield start_serve(commands, folder, "--max-running", str(RUNNING), "--max-waiting", str(WAITING))
 
 
 @pytest.fixture(scope="module")

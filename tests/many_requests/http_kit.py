@@ -1,21 +1,26 @@
-"""An engine without a model, which says what a test tells it to; an HTTP server over it; its clients."""
+"""HTTP servers over an engine without a model, which says what a test tells it to; the real process; their clients."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
+import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from email.message import Message
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any, cast
 
+import anthropic
 import openai
-from command_lines import wait_until
-from serving_snapshots import scripted
+from command_lines import Command, Commands, wait_until
+from conftest import DEMO
+from models import secret_file
+from serving_snapshots import Told, scripted
 
 from moeoffload.config import ServeSettings
 from moeoffload.errors import BusyError
@@ -25,12 +30,19 @@ from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import FinishReason, OnProgress, Progress, SamplingOptions, TokenChoice
 from moeoffload.serve.server import HttpServer
 
+HI: list[Any] = [{"role": "user", "content": "hi"}]
 EOS = 256
 """Of the demo checkpoint, whose other tokens are bytes."""
+WAIT_S = 60
 
 
 def tokens_of(text: str) -> list[int]:
     return [*text.encode(), EOS]
+
+
+def form(schema: dict[str, Any]) -> dict[str, Any]:
+    """The ``response_format`` of answers that are valid by a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
 
 
 @dataclass
@@ -81,6 +93,9 @@ class FakeEngine:
     def cancel(self, ticket: FakeTicket, *, complete: bool = False) -> None:
         ticket.cancelled.set()
 
+    def all_cancelled(self) -> bool:
+        return all(ticket.cancelled.is_set() for ticket in self.tickets)
+
     def drain(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         while not all(ticket.ended for ticket in self.tickets):
@@ -119,9 +134,6 @@ class FakeEngine:
         return TokenChoice(token, -0.5, others)
 
 
-WAIT_S = 30
-
-
 @dataclass(frozen=True)
 class Reply:
     """What a server answered."""
@@ -135,24 +147,11 @@ class Reply:
         return json.loads(self.text)["error"]
 
 
-def ask(port: int, method: str, path: str, body: Any = None, **headers: str) -> Reply:
-    """One request; a ``body`` that is no text goes as JSON. A header named ``Content_Type`` is Content-Type."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
-    content = body if isinstance(body, str | bytes) or body is None else json.dumps(body)
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    with contextlib.closing(connection):
-        connection.request(method, path, content, {"Content-Type": "application/json"} | named)
-        response = connection.getresponse()
-        return Reply(response.status, response.headers, response.read().decode())
-
-
 @dataclass
-class Running:
-    """A server in a thread of this process."""
+class Http:
+    """A server at a port of loopback, and its clients. Those of OpenAI and Anthropic would by themselves try three
+    times; what they answer is not typed here: which fields are there is what tests look at."""
 
-    engine: FakeEngine
-    server: HttpServer
-    thread: threading.Thread
     port: int
     key: str
 
@@ -160,23 +159,53 @@ class Running:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def client(self, **options: Any) -> openai.OpenAI:
-        """OpenAI's client, which would by itself try three times."""
+    def client(self, **options: Any) -> Any:
         base: dict[str, Any] = {"base_url": f"{self.url}/v1", "api_key": self.key, "max_retries": 0, "timeout": WAIT_S}
         return openai.OpenAI(**base | options)
 
+    def clients(self) -> openai.AsyncOpenAI:
+        """For many requests at a time."""
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=100)
+
+    def anthropic(self, key: str = "") -> Any:
+        return anthropic.Anthropic(base_url=self.url, api_key=key or self.key, max_retries=0, timeout=WAIT_S)
+
+    def chat(self, messages: list[Any] = HI, **options: Any) -> Any:
+        """The answer to a chat, or all chunks of a stream."""
+        with self.client() as client:
+            answer = client.chat.completions.create(**{"model": "demo", "messages": messages} | options)
+            return list(answer) if options.get("stream") else answer
+
+    def complete(self, prompt: Any = "x", **options: Any) -> Any:
+        """The completion of a prompt, or all parts of a stream."""
+        with self.client() as client:
+            answer = client.completions.create(**{"model": "demo", "prompt": prompt} | options)
+            return list(answer) if options.get("stream") else answer
+
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
-        return ask(self.port, method, path, body, **headers)
+        """One request; a ``body`` that is no text goes as JSON. A header named ``Content_Type`` is Content-Type."""
+        content = body if isinstance(body, str | bytes) or body is None else json.dumps(body)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        with contextlib.closing(HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)) as connection:
+            connection.request(method, path, content, {"Content-Type": "application/json"} | named)
+            response = connection.getresponse()
+            return Reply(response.status, response.headers, response.read().decode())
+
+
+@dataclass
+class Running(Http):
+    """A server in a thread of this process."""
+
+    engine: FakeEngine
+    server: HttpServer
+    thread: threading.Thread
 
     @contextlib.contextmanager
     def leaving(self, path: str, body: Any) -> Iterator[None]:
         """A client that closes its connection at the end of the block, whatever it has read."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        try:
+        with contextlib.closing(HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)) as connection:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             yield
-        finally:
-            connection.close()
 
     def stop(self) -> None:
         """What a signal does."""
@@ -186,19 +215,24 @@ class Running:
         return not self.thread.is_alive()
 
 
+Snapshot = Callable[[bool], dict[str, Any]]
+
+
 @contextlib.contextmanager
-def serving(engine: FakeEngine, tokenizer: Any, key: str = "none", **settings: Any) -> Iterator[Running]:
-    """``key`` is what the client shows; ``settings`` may demand one."""
+def serving(
+    engine: FakeEngine, tokenizer: Any, key: str = "none", snapshot: Snapshot = Told(scripted(1)), **settings: Any
+) -> Iterator[Running]:
+    """``key`` is what the client shows; ``settings`` may demand one. ``snapshot`` gives the figures."""
     checked = ServeSettings(port=0, **settings)
     listener = bind_socket(checked)
     ready = threading.Event()
     served = cast(ServingEngine, engine)
-    app, answering = create_app(served, tokenizer, "demo", checked, lambda watch: scripted(1)[0])
+    app, answering = create_app(served, tokenizer, "demo", checked, snapshot)
     server = HttpServer(app, answering, served, checked, ready.set)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     assert ready.wait(WAIT_S)
-    running = Running(engine, server, thread, listener.getsockname()[1], key)
+    running = Running(listener.getsockname()[1], key, engine, server, thread)
     try:
         yield running
     finally:
@@ -208,3 +242,36 @@ def serving(engine: FakeEngine, tokenizer: Any, key: str = "none", **settings: A
             running.stop()
         wait_until(running.ended, "the end of the server", WAIT_S)
         answering.close()
+
+
+KEY = "0123456789abcdef0123"
+RUNNING, WAITING = 32, 8
+
+
+@dataclass
+class Process(Http):
+    """A running `moeoffload serve` with the demo checkpoint."""
+
+    command: Command
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+        """With the key."""
+        return super().ask(method, path, body, Authorization=f"Bearer {KEY}", **headers)
+
+    def counts(self) -> Any:
+        return json.loads(self.ask("GET", "/stats").text)["requests"]
+
+
+def start_serve(commands: Commands, folder: Path, *options: str) -> Process:
+    words = ["--api-key-file", str(secret_file(folder / "key", KEY)), "--served-model-name", "demo"]
+    words += ["--threads", "1", "--device", "cpu"]
+    words += ["--server-memory-gib", "1", "--kv-gib", "0.02", "--port", "0", *options]
+    command = commands.start("moeoffload", "serve", DEMO, *words)
+
+    def said() -> bool:
+        return command.ended or (command.out.exists() and command.out.read_text().endswith("\n"))
+
+    wait_until(said, "the server", 120)
+    line = re.fullmatch(r"serving demo at http://127\.0\.0\.1:([0-9]+)/v1\n", command.out.read_text())
+    assert line is not None, command.err.read_text()
+    return Process(int(line[1]), KEY, command)

@@ -14,8 +14,7 @@ import pytest
 from models import secret_file
 from openai.types.shared import Reasoning
 
-from many_requests.http_kit import FakeEngine, Running, serving, tokens_of
-from many_requests.serve_process import KEY, Server
+from many_requests.http_kit import HI, KEY, FakeEngine, Process, Running, serving, tokens_of
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"]}
@@ -38,33 +37,22 @@ def server(tokenizer: Any) -> Iterator[Running]:
         yield running
 
 
-def asker(server: Running) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=30)
-
-
 def prompt_of(server: Running) -> str:
     return bytes(server.engine.tickets[-1].prompt).decode()
 
 
 def test_messages_whole_and_streamed(server: Running) -> None:
-    messages: list[Any] = [
-        {"role": "user", "content": "hi"},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "so", "signature": ""},
-                {"type": "text", "text": "ok"},
-                {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 3}},
-            ],
-        },
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "4"}]},
+    answered = [
+        {"type": "thinking", "thinking": "so", "signature": ""},
+        {"type": "text", "text": "ok"},
+        {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 3}},
     ]
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "4"}
+    messages = [*HI, {"role": "assistant", "content": answered}, {"role": "user", "content": [result]}]
     asked: dict[str, Any] = {"model": "demo", "max_tokens": 500, "messages": messages, "tools": ANTHROPIC_TOOLS}
-    asked |= {
-        "system": [{"type": "text", "text": "be", "cache_control": {"type": "ephemeral"}}],
-        "extra_body": {"top_k": 5},
-    }
-    with asker(server) as client:
+    asked["system"] = [{"type": "text", "text": "be", "cache_control": {"type": "ephemeral"}}]
+    asked["extra_body"] = {"top_k": 5}
+    with server.anthropic() as client:
         whole = client.messages.create(**asked, stop_sequences=["%%"])
         assert prompt_of(server) == "[system|be||][user|hi||][assistant|ok|so|add3][tool|4||]1"
         assert server.engine.tickets[-1].options.top_k == 5
@@ -78,10 +66,9 @@ def test_messages_whole_and_streamed(server: Running) -> None:
         with pytest.raises(anthropic.BadRequestError) as refused:
             client.messages.count_tokens(**asked | {"extra_body": {"container": "x"}})
     assert (count.input_tokens, len(server.engine.tickets)) == (whole.usage.input_tokens, n_tickets)
-    body: Any = refused.value.body
-    assert (body["type"], body["error"]["param"]) == ("error", "container")
+    assert (refused.value.body["type"], refused.value.body["error"]["param"]) == ("error", "container")
     for told in (whole, final):
-        kinds: list[Any] = list(told.content)
+        kinds = told.content
         assert [block.type for block in kinds] == ["thinking", "text", "tool_use"]
         assert (kinds[0].thinking, kinds[1].text, kinds[2].name, kinds[2].input) == ("hm", "yes", "add", {"a": 1})
         assert (told.stop_reason, told.usage.output_tokens) == ("tool_use", len(server.engine.tokens))
@@ -106,25 +93,26 @@ def test_responses_whole_and_streamed(server: Running) -> None:
             final = stream.get_final_response()
         cut = client.responses.create(**asked, max_output_tokens=9)
     for told in (whole, final):
-        kinds: list[Any] = list(told.output)
+        kinds = told.output
         assert [item.type for item in kinds] == ["reasoning", "message", "function_call"]
         assert (kinds[0].content[0].text, told.output_text) == ("hm", "yes")
         assert (kinds[0].summary, told.reasoning) == ([], Reasoning(effort="low", summary=None)), "none is written"
         assert (kinds[2].name, json.loads(kinds[2].arguments)) == ("add", {"a": 1})
         assert told.status == "completed"
-        assert told.usage is not None
         assert told.usage.output_tokens == len(server.engine.tokens)
     assert events[:2] == ["response.created", "response.in_progress"]
     assert events[-1] == "response.completed"
-    assert (cut.status, cut.incomplete_details and cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
 
 
 def test_an_error_within_a_stream_reaches_the_client(tokenizer: Any) -> None:
     engine = FakeEngine(b"ab")
     engine.error = RuntimeError("secret")
-    ask_for: Any = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
-    with serving(engine, tokenizer) as server, asker(server) as client, server.client() as other:
-        with pytest.raises(anthropic.APIStatusError, match="had an error"), client.messages.stream(**ask_for) as stream:
+    with serving(engine, tokenizer) as server, server.anthropic() as client, server.client() as other:
+        with (
+            pytest.raises(anthropic.APIStatusError, match="had an error"),
+            client.messages.stream(model="demo", messages=HI, max_tokens=9) as stream,
+        ):
             stream.get_final_message()
         with pytest.raises(openai.APIError, match="had an error"):
             list(other.responses.create(model="demo", input="x", stream=True))
@@ -159,41 +147,33 @@ def test_an_error_within_a_stream_reaches_the_client(tokenizer: Any) -> None:
     ],
 )
 def test_what_they_cannot_do_is_refused_by_name(server: Running, path: str, change: dict[str, Any], param: str) -> None:
-    base: Any = (
-        {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]} if path == "messages" else {"input": "x"}
-    )
+    base: Any = {"max_tokens": 9, "messages": HI} if path == "messages" else {"input": "x"}
     reply = server.ask("POST", f"/v1/{path}", {"model": "demo"} | base | change)
     assert (reply.status, reply.error["param"]) == (400, param), reply.text
     assert json.loads(reply.text).get("type") == ("error" if path == "messages" else None)
 
 
-def test_forced_calls_and_schemas_in_the_real_process(serve_process: Server) -> None:
-    url = f"http://127.0.0.1:{serve_process.port}"
-    with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0, timeout=60) as client:
+def test_forced_calls_and_schemas_in_the_real_process(serve_process: Process) -> None:
+    forced = {"type": "tool", "name": "add"}
+    with serve_process.anthropic() as client:
         told = client.messages.create(
-            model="demo",
-            max_tokens=500,
-            messages=[{"role": "user", "content": "go"}],
-            tools=ANTHROPIC_TOOLS,
-            tool_choice={"type": "tool", "name": "add"},
+            model="demo", max_tokens=500, messages=HI, tools=ANTHROPIC_TOOLS, tool_choice=forced
         )
-    block: Any = told.content[0]
+    block = told.content[0]
     assert (block.type, block.name, told.stop_reason) == ("tool_use", "add", "tool_use")
     assert 0 <= block.input["a"] <= 9
     with serve_process.client() as other:
-        form: Any = {"format": {"type": "json_schema", "name": "it", "schema": CLOSED, "strict": True}}
+        form = {"format": {"type": "json_schema", "name": "it", "schema": CLOSED, "strict": True}}
         answer = other.responses.create(model="demo", input="go", text=form, max_output_tokens=500)
     assert 0 <= json.loads(answer.output_text)["a"] <= 9
 
 
 def test_anthropic_s_header_is_a_key_too(tokenizer: Any, tmp_path: Path) -> None:
     file = secret_file(tmp_path / "key", KEY)
+    ask_for: Any = {"model": "demo", "messages": HI, "max_tokens": 9}
     with serving(FakeEngine(tokens_of("yes")), tokenizer, KEY, api_key_file=file) as server:
-        ask_for: Any = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
-        with asker(server) as client, pytest.raises(anthropic.AuthenticationError) as caught:
+        with server.anthropic("none") as client, pytest.raises(anthropic.AuthenticationError) as caught:
             client.messages.create(**ask_for)
-        refused: Any = caught.value.body
-        assert refused["type"] == "error"
-        with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0) as client:
-            told: Any = client.messages.create(**ask_for)
-    assert told.content[0].text == "yes"
+        assert caught.value.body["type"] == "error"  # type: ignore[index, call-overload]
+        with server.anthropic() as client:
+            assert client.messages.create(**ask_for).content[0].text == "yes"

@@ -6,27 +6,36 @@ import contextlib
 import html
 import re
 import shutil
-import ssl
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
-from command_lines import Commands, one_line_error, wait_until
-from serving_snapshots import SnapshotServer, scripted, serving, with_figures
+from command_lines import Commands, Result, one_line_error, wait_until
+from models import demo_tokenizer, secret_file
+from serving_snapshots import Told, scripted, with_figures
 from terminals import CTRL_C, Terminal
 
+from many_requests.http_kit import KEY, FakeEngine, Running, Snapshot, serving
 from moeoffload.cli import top_app
 from moeoffload.cli.key_files import make_keys
 from moeoffload.cli.top_view import number, seconds
+from moeoffload.serve.api_errors import unavailable
 from moeoffload.serve.dashboard import dashboard_page
 from moeoffload.serve.figures import LAYER_PARTS, PARTS
 
 BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), "")
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium here: apt-get install chromium")
 UNITS = {"%": 0.01, "ms": 1e-3, "µs": 1e-6, "s": 1.0, "MiB": 1 << 20, "GiB": 1 << 30}
+LATENCIES = {"ttft": "first_token_s", "itl": "between_tokens_s"}
 DIGITS = 0.006
 """Figures are shown with three digits or as whole numbers."""
+
+
+def showing(told: Snapshot, **settings: Any) -> contextlib.AbstractContextManager[Running]:
+    """A host whose figures are told so."""
+    return serving(FakeEngine(), demo_tokenizer(), snapshot=told, **settings)
 
 
 class Page:
@@ -78,24 +87,16 @@ def test_the_figures_are_those_of_the_snapshots(tmp_path: Path) -> None:
         del server["batches"]  # the first looks come before servers are asked
     snapshots = with_figures(snapshots)
     last, shown = snapshots[-1], snapshots[-1]["now"]
-    with serving(SnapshotServer(snapshots)) as host:
+    told = Told(snapshots)
+    with showing(told) as host:
         page = Page(f"{host.url}/dashboard", 70, tmp_path)
     assert page.complaints == []
-    assert host.asked >= len(snapshots)
-    wanted: dict[str, float | None] = {
-        "tokens-per-s": shown["tokens_per_s"],
-        "prompt-per-s": shown["prompt_tokens_per_s"],
-        "steps-per-s": shown["steps_per_s"],
-        "ttft-p50": shown["first_token_s"][0],
-        "ttft-p95": shown["first_token_s"][1],
-        "itl-p50": shown["between_tokens_s"][0],
-        "itl-p95": shown["between_tokens_s"][1],
-        "cache-use": shown["cache_use"],
-        "reuse": shown["reuse"],
-        "step": shown["step_s"],
-        "rows-per-step": shown["rows_per_step"],
-    }
-    wanted["members-per-batch"] = shown["members_per_batch"]
+    assert told.asked >= len(snapshots)
+    names = ("tokens_per_s", "steps_per_s", "cache_use", "reuse", "rows_per_step", "members_per_batch")
+    wanted: dict[str, float | None] = {name.replace("_", "-"): shown[name] for name in names}
+    wanted |= {"prompt-per-s": shown["prompt_tokens_per_s"], "step": shown["step_s"]}
+    wanted |= {f"{name}-p50": shown[figure][0] for name, figure in LATENCIES.items()}
+    wanted |= {f"{name}-p95": shown[figure][1] for name, figure in LATENCIES.items()}
     wanted |= {f"part-{part}": shown["step_parts"][part] for part in PARTS}
     for name, value in wanted.items():
         assert page.figure(name) == pytest.approx(value, rel=DIGITS, abs=0.006), name
@@ -123,7 +124,7 @@ def test_it_says_when_nothing_runs(tmp_path: Path) -> None:
     snapshot["requests"] |= {"running": 0, "waiting": 0}
     snapshot["servers"] = []
     [snapshot] = with_figures([snapshot])
-    with serving(SnapshotServer([snapshot])) as host:
+    with showing(Told([snapshot])) as host:
         page = Page(f"{host.url}/dashboard", 3, tmp_path)
     assert page.complaints == []
     assert "nothing runs" in page.text("status")
@@ -133,10 +134,11 @@ def test_it_says_when_nothing_runs(tmp_path: Path) -> None:
 
 @needs_browser
 def test_without_a_key_it_asks_for_one_and_takes_that_of_the_address(tmp_path: Path) -> None:
-    with serving(SnapshotServer(with_figures(scripted(3, n_layers=2)), key="a key&more")) as host:
+    told, key_file = Told(with_figures(scripted(3, n_layers=2))), secret_file(tmp_path / "key", f"{KEY}&more")
+    with showing(told, api_key_file=key_file) as host:
         refused = Page(f"{host.url}/dashboard", 3, tmp_path / "without")
-        assert host.asked == 0
-        allowed = Page(f"{host.url}/dashboard?key=a%20key%26more", 3, tmp_path / "with")
+        assert told.asked == 0
+        allowed = Page(f"{host.url}/dashboard?key={KEY}%26more", 3, tmp_path / "with")
     assert not refused.hides("key-form")
     assert refused.hides("main")
     assert allowed.hides("key-form")
@@ -145,12 +147,13 @@ def test_without_a_key_it_asks_for_one_and_takes_that_of_the_address(tmp_path: P
 
 @needs_browser
 def test_it_says_that_the_server_cannot_be_reached(tmp_path: Path) -> None:
-    class Ending(SnapshotServer):
-        def answer(self, path: str, authorization: str) -> tuple[int, str, bytes]:
-            code, kind, body = super().answer(path, authorization)
-            return (code, kind, body) if self.asked < 3 else (503, "text/plain", b"")
+    class Ending(Told):
+        def __call__(self, watch: bool) -> dict[str, Any]:
+            if self.asked == 2:
+                raise unavailable("no more of this", 1.0)
+            return super().__call__(watch)
 
-    with serving(Ending(with_figures(scripted(4, n_layers=2)))) as host:
+    with showing(Ending(with_figures(scripted(4, n_layers=2)))) as host:
         page = Page(f"{host.url}/dashboard", 8, tmp_path)
     assert "not reachable" in page.text("status")
     assert "cannot be reached" in page.text("notice")
@@ -168,16 +171,23 @@ def test_the_page_asks_for_nothing_outside() -> None:
 
 
 OPTIONS = ("--interval-s", "0.1")
+MISSPELT = "MOEOFFLOAD_LOG_LEVL is set, but there is no such setting; did you mean MOEOFFLOAD_LOG_LEVEL?\n"
+
+
+def once(commands: Commands, url: str, *words: str | Path, **how: Any) -> Result:
+    """What ``moeoffload top`` shows of a host and ends; also of what is not one."""
+    return commands.run("moeoffload", "top", "--url", url, "--once", *OPTIONS, *words, **how)
 
 
 def test_one_picture_shows_what_the_snapshots_say(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("MOEOFFLOAD_LOG_LEVL", "debug")
     snapshots = with_figures(scripted(2, n_layers=20))
     shown = snapshots[-1]["now"]
-    with serving(SnapshotServer(snapshots)) as host:
+    with showing(Told(snapshots)) as host:
         # In a process of its own: the others come from one that has the environment of its start.
-        done = commands.run("moeoffload", "top", "--url", host.url, "--once", *OPTIONS, warm=False)
-    assert (done.code, done.err) == (0, "")
+        done = once(commands, host.url, warm=False)
+    assert (done.code, done.err) == (0, MISSPELT)
 
     def figure(name: str) -> str:
         found = re.search(rf"{re.escape(name)} +([^│]+?) *│", done.out)
@@ -211,8 +221,8 @@ def test_eighty_columns_cut_no_name_and_no_figure(
     snapshots = with_figures(scripted(2, n_layers=20))
     for snapshot in snapshots:
         snapshot["servers"][0]["address"] = address
-    with serving(SnapshotServer(snapshots)) as host:
-        done = commands.run("moeoffload", "top", "--url", host.url, "--once", *OPTIONS, warm=False)
+    with showing(Told(snapshots)) as host:
+        done = once(commands, host.url, warm=False)
     assert (done.code, done.err) == (0, "")
     assert "…" not in done.out
     assert max(map(len, done.out.splitlines())) <= 80
@@ -231,10 +241,11 @@ def test_eighty_columns_cut_no_name_and_no_figure(
 
 def test_on_a_terminal_it_goes_on_until_ctrl_c_and_says_when_the_host_is_gone() -> None:
     with contextlib.ExitStack() as stack:
-        with serving(SnapshotServer(with_figures(scripted(3, n_layers=2)))) as host:
+        told = Told(with_figures(scripted(3, n_layers=2)))
+        with showing(told) as host:
             top = stack.enter_context(Terminal("moeoffload", "top", *OPTIONS, "--url", host.url))
             assert "wait a call" in top.until("layer 1")
-            wait_until(lambda: host.asked > 3, "the fourth look")
+            wait_until(lambda: told.asked > 3, "the fourth look")
         top.until("no host answers")
         top.type(CTRL_C)
         code, rest = top.end()
@@ -244,35 +255,21 @@ def test_on_a_terminal_it_goes_on_until_ctrl_c_and_says_when_the_host_is_gone() 
 
 
 def test_a_key_is_sent_and_a_wrong_one_is_told(commands: Commands, tmp_path: Path) -> None:
-    file = tmp_path / "key"
-    file.write_text("a-key-of-some-length\n")
-    with serving(SnapshotServer(with_figures(scripted(2, n_layers=2)), key="a-key-of-some-length")) as host:
-        arguments = ("top", "--url", host.url, "--once", *OPTIONS)
-        assert commands.run("moeoffload", *arguments, "--api-key-file", file).code == 0
-        refused = commands.run("moeoffload", *arguments)
-    assert "--api-key-file" in one_line_error(refused, 5)
+    file = secret_file(tmp_path / "key", KEY + "\n")
+    with showing(Told(with_figures(scripted(2, n_layers=2))), api_key_file=file) as host:
+        assert once(commands, host.url, "--api-key-file", file).code == 0
+        assert "--api-key-file" in one_line_error(once(commands, host.url), 5)
 
 
 def test_an_https_host_is_checked_by_the_certificates_that_were_given(commands: Commands, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     make_keys(keys, [])
-    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    tls.load_cert_chain(keys / "server.pem", keys / "server.key")
-    with serving(SnapshotServer(with_figures(scripted(2, n_layers=2))), tls) as host:
-        arguments = ("top", "--url", host.url, "--once", *OPTIONS)
-        assert commands.run("moeoffload", *arguments, "--tls-ca", keys / "ca.pem").code == 0
-        assert "--tls-ca" in one_line_error(commands.run("moeoffload", *arguments), 5)
-        assert "holds no certificates" in one_line_error(commands.run("moeoffload", *arguments, "--tls-ca", keys), 2)
-
-
-def test_misspelt_environment_names_are_told(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEOFFLOAD_LOG_LEVL", "debug")
-    with serving(SnapshotServer(with_figures(scripted(2, n_layers=2)))) as host:
-        done = commands.run("moeoffload", "top", "--url", host.url, "--once", *OPTIONS, warm=False)
-    assert done.code == 0
-    assert done.err.strip() == (
-        "MOEOFFLOAD_LOG_LEVL is set, but there is no such setting; did you mean MOEOFFLOAD_LOG_LEVEL?"
-    )
+    tls = {"http_tls_cert": keys / "server.pem", "http_tls_key": keys / "server.key"}
+    with showing(Told(with_figures(scripted(2, n_layers=2))), **tls) as host:
+        url = host.url.replace("http", "https")
+        assert once(commands, url, "--tls-ca", keys / "ca.pem").code == 0
+        assert "--tls-ca" in one_line_error(once(commands, url), 5)
+        assert "holds no certificates" in one_line_error(once(commands, url, "--tls-ca", keys), 2)
 
 
 @pytest.mark.parametrize(
@@ -302,15 +299,9 @@ def test_a_name_that_is_not_resolved_in_time_is_not_waited_for(
     assert "no host answers (timed out)" in capsys.readouterr().err
 
 
-def test_another_server_is_told_from_a_host(commands: Commands) -> None:
-    with serving(SnapshotServer([{"hello": 1}])) as host:
-        done = commands.run("moeoffload", "top", "--once", "--url", host.url)
-    assert "not of a moeoffload host" in one_line_error(done, 5)
-
-
-def test_figures_of_another_version_are_told_from_ours(commands: Commands) -> None:
-    (snapshot,) = with_figures(scripted(1, n_layers=2))
-    del snapshot["memory"]
-    with serving(SnapshotServer([snapshot])) as host:
-        done = commands.run("moeoffload", "top", "--once", "--url", host.url, *OPTIONS)
-    assert "of another version" in one_line_error(done, 5)
+def test_another_server_and_figures_of_another_version_are_told_from_ours(commands: Commands) -> None:
+    (older,) = with_figures(scripted(1, n_layers=2))
+    del older["memory"]
+    for snapshot, words in (({"hello": 1}, "not of a moeoffload host"), (older, "of another version")):
+        with showing(Told([snapshot])) as host:
+            assert words in one_line_error(once(commands, host.url), 5)

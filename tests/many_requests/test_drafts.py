@@ -97,10 +97,14 @@ def test_requests_with_an_own_head_get_the_same_tokens_in_fewer_steps(
     assert stats.steps.steps < 0.8 * steps
 
 
-def test_a_checkpoint_without_a_head_is_refused_by_what_it_has_not(commands: Commands) -> None:
-    refused = commands.run("moeoffload", "run", str(DEMO), "--prompt", "x", "--draft", "own")
-    assert refused.code == 3
-    assert "neither model.layers.4.* nor mtp.*" in refused.err.splitlines()[-1]
+def test_heads_and_draft_models_that_are_none_are_refused_by_what_is_not_there(
+    commands: Commands, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for draft, words in (("own", "neither model.layers.4.* nor mtp.*"), (tmp_path / "empty", "--draft")):
+        refused = commands.run("moeoffload", "run", DEMO, "--prompt", "x", "--draft", draft)
+        assert refused.code == 3
+        assert words in refused.err.splitlines()[-1]
 
 
 def test_models_that_cannot_take_a_guess_back_are_refused(tmp_path: Path) -> None:
@@ -147,15 +151,8 @@ def texts_of(offloaded: OffloadedModel) -> tuple[list[str], dict[str, Any]]:
 def test_guesses_change_no_text_and_save_calls(three_servers: list[str], how: str) -> None:
     n_tokens, n_servers = 60, 2
     # One open model for both: where experts are placed changes the order of sums.
-    with open_model(
-        DEMO,
-        experts=three_servers[:n_servers],
-        device="cpu",
-        max_new_tokens=n_tokens,
-        draft=DEMO,
-        adapt_guesses=False,
-        mode="batched",
-    ) as offloaded:
+    options: dict[str, Any] = {"max_new_tokens": n_tokens, "draft": DEMO, "adapt_guesses": False, "mode": "batched"}
+    with open_model(DEMO, experts=three_servers[:n_servers], device="cpu", **options) as offloaded:
         offloaded.model.generation_config.eos_token_id = None  # so that there is much to guess
         draft, offloaded.draft = offloaded.draft, None
         plain, before = texts_of(offloaded)
@@ -178,10 +175,3 @@ def test_guesses_change_no_text_and_save_calls(three_servers: list[str], how: st
     assert n_calls <= guesses["passes"] * layers * n_servers
     assert guesses["calls_per_token"] == pytest.approx(n_calls / guesses["tokens"])
     assert guesses["passes"] < 0.7 * guesses["tokens"]
-
-
-def test_a_draft_model_that_does_not_fit_is_refused(commands: Commands, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    refused = commands.run("moeoffload", "run", str(DEMO), "--prompt", "x", "--draft", str(tmp_path / "empty"))
-    assert refused.code == 3
-    assert "--draft" in refused.err.splitlines()[-1]

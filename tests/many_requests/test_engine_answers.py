@@ -33,25 +33,20 @@ def engine(offloaded: OffloadedModel) -> Iterator[ServingEngine]:
         yield running
 
 
-def encoded(offloaded: OffloadedModel, text: str) -> list[int]:
-    ids: list[int] = offloaded.tokenizer(text)["input_ids"]
-    return ids
-
-
 def held_out(offloaded: OffloadedModel, n: int) -> list[list[int]]:
-    return [encoded(offloaded, text) for text in prompts(n, seed=5)]
+    return [offloaded.tokenizer(text)["input_ids"] for text in prompts(n, seed=5)]
 
 
-def alone(offloaded: OffloadedModel, prompt: list[int], n_tokens: int) -> list[int]:
+def alone(offloaded: OffloadedModel, prompt: list[int]) -> Any:
+    """At most 24 tokens that transformers generates."""
     with torch.inference_mode():
-        out = offloaded.model.generate(torch.tensor([prompt]), max_new_tokens=n_tokens, do_sample=False, pad_token_id=0)
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
+        out = offloaded.model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()
 
 
 def test_32_requests_at_once_get_the_tokens_they_get_alone(offloaded: OffloadedModel) -> None:
     wanted = held_out(offloaded, 32)
-    expected = [alone(offloaded, prompt, 24) for prompt in wanted]
+    expected = [alone(offloaded, prompt) for prompt in wanted]
     with ServingEngine(offloaded, limits()) as engine:
         answers = [ask(engine, prompt) for prompt in wanted]
         assert {answer.finish for answer in answers} == {FinishReason.STOP}
@@ -70,7 +65,7 @@ def test_long_prompts_are_cut_and_do_not_keep_others_waiting(offloaded: Offloade
         assert done_first == [FinishReason.STOP] * 2
         assert [answer.finish for answer in slow] == [FinishReason.LENGTH] * 2
         assert engine.stats.step_rows.counts[-1] == 0
-    assert [answer.tokens for answer in quick] == [alone(offloaded, prompt, 24) for prompt in short]
+    assert [answer.tokens for answer in quick] == [alone(offloaded, prompt) for prompt in short]
     assert [len(answer.tokens) for answer in slow] == [4, 4]
 
 
@@ -99,14 +94,10 @@ def rows_sent(offloaded: OffloadedModel) -> int:
 def test_a_seed_gives_the_same_tokens_in_any_company(offloaded: OffloadedModel, engine: ServingEngine) -> None:
     # So short that its rows and those of the company are few: kernels for few rows do not round by their number.
     prompt = held_out(offloaded, 1)[0][:5]
-    options: dict[str, Any] = {"temperature": 8.0, "seed": 7, "ignore_eos": True}
-    by_itself = ask(engine, prompt, **options)
-    assert by_itself.finish is FinishReason.LENGTH
+    by_itself = whole(engine, prompt, temperature=8.0, seed=7)
     others = [ask(engine, prompt, 400, temperature=8.0, seed=seed, ignore_eos=True) for seed in range(7)]
     wait_until(lambda: all(other.tokens for other in others), "the company's first tokens")
-    again = ask(engine, prompt, **options)
-    assert again.finish is FinishReason.LENGTH
-    assert again.tokens == by_itself.tokens
+    assert whole(engine, prompt, temperature=8.0, seed=7).tokens == by_itself.tokens
     assert not any(other.over.is_set() for other in others)
     assert len({tuple(other.tokens[:24]) for other in others}) > 1
 
@@ -127,11 +118,8 @@ def test_log_probabilities_are_the_models(offloaded: OffloadedModel) -> None:
 
 def test_a_bias_and_penalties_change_the_choice(offloaded: OffloadedModel, engine: ServingEngine) -> None:
     prompt = held_out(offloaded, 1)[0]
-    assert ask(engine, prompt, 4, bias={9: 100.0}, ignore_eos=True).finish is FinishReason.LENGTH
-    biased = whole(engine, prompt, 4, bias={9: 100.0})
-    assert biased.tokens == [9] * 4
-    varied = whole(engine, prompt, 4, bias={9: 50.0, 10: 49.0}, presence_penalty=2.0)
-    assert varied.tokens[:2] == [9, 10]
+    assert whole(engine, prompt, 4, bias={9: 100.0}).tokens == [9] * 4
+    assert whole(engine, prompt, 4, bias={9: 50.0, 10: 49.0}, presence_penalty=2.0).tokens[:2] == [9, 10]
 
 
 def test_what_cannot_be_taken_is_refused(offloaded: OffloadedModel) -> None:
@@ -185,10 +173,8 @@ def until(last: int, tokens: list[int]) -> list[int]:
 def test_guesses_change_nothing_but_the_number_of_steps(three_servers: list[str], how: dict[str, Any]) -> None:
     repetitive = [[7, 8, 9, 10] * 6, [20, 21, 22] * 5]
     with open_model(DEMO, experts=three_servers[:1], device="cpu", threads=1, adapt_guesses=False, **how) as opened:
-        guessing, opened.settings = (
-            opened.settings,
-            opened.settings.model_copy(update={"prompt_lookup": 0, "draft": None}),
-        )
+        guessing = opened.settings
+        opened.settings = guessing.model_copy(update={"prompt_lookup": 0, "draft": None})
         with ServingEngine(opened, limits()) as engine:
             plain = [whole(engine, prompt, 100) for prompt in repetitive]
             steps = engine.stats.steps.steps
@@ -279,8 +265,7 @@ def test_a_failed_step_fails_its_requests_and_no_others(
                 assert FinishReason.ERROR in [answer.finish for answer in answers]
             told = [answer.progress[-1].error for answer in answers if answer.finish is FinishReason.ERROR]
             assert all(isinstance(each, ServerError) and str(error) in str(each) for each in told)
-            again = whole(engine, [9] * 12, 8)
-            assert again.tokens == expected.tokens
+            assert whole(engine, [9] * 12, 8).tokens == expected.tokens
         assert engine.is_ready
 
 

@@ -241,19 +241,6 @@ def test_a_lost_server_is_seen_and_who_stands_in_for_it(start_server: StartServe
     assert "host" in away["computed_by"]
 
 
-def test_what_servers_tell_of_their_batches_comes_with_later_snapshots(start_server: StartServer) -> None:
-    server = start_server()
-    opened = open_model(DEMO, experts=[server.address], device="cpu")
-    with opened as offloaded, contextlib.closing(Snapshots(offloaded, ServingStats())) as snapshots:
-        generate(offloaded, 4)
-        wait_until(lambda: "batches" in snapshots.take(True)["servers"][0], "what the server tells")
-        told = snapshots.take(True)["servers"][0]
-    members = told["batches"]["members"]
-    assert members["n"] == sum(members["counts"]) == told["calls"]
-    assert members["counts"][0] == members["total"]  # one host, one request at a time
-    assert told["batches"]["wait_s"] > 0
-
-
 def test_a_server_that_cannot_be_read_is_logged_and_the_others_are_seen(
     three_servers: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -264,17 +251,23 @@ def test_a_server_that_cannot_be_read_is_logged_and_the_others_are_seen(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_the_memory_of_both_sides_devices_is_there(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_servers_tell_comes_with_later_snapshots_their_batches_and_their_memory(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = start_server(patch=_gpu_of_the_server)
     monkeypatch.setattr("moeoffload.serve.snapshot.device_memory", lambda _: DeviceMemory(10, 20, 40))
     opened = open_model(DEMO, experts=[server.address], device="cpu")
     with opened as offloaded, contextlib.closing(Snapshots(offloaded, ServingStats())) as snapshots:
+        generate(offloaded, 4)
         wait_until(lambda: "batches" in snapshots.take(True)["servers"][0], "what the server tells")
         snapshot = snapshots.take(True)
     assert snapshot["memory"] == {
         "device": "cpu", "allocated_bytes": 10, "reserved_bytes": 20, "total_bytes": 40
     }  # fmt: skip
-    told = snapshot["servers"][0]["batches"]
+    told, members = snapshot["servers"][0]["batches"], snapshot["servers"][0]["batches"]["members"]
+    assert members["n"] == sum(members["counts"]) == snapshot["servers"][0]["calls"]
+    assert members["counts"][0] == members["total"]  # one host, one request at a time
+    assert told["wait_s"] > 0
     assert [told[f"{kind}_bytes"] for kind in ("allocated", "reserved", "total")] == [3 << 30, 4 << 30, 24 << 30]
     metrics = dict(line.rsplit(" ", 1) for line in render_metrics(snapshot)[0].decode().splitlines())
     assert float(metrics["moeoffload_device_reserved_bytes"]) == 20

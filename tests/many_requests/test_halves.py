@@ -67,12 +67,6 @@ def test_where_a_step_is_cut(rows: list[int], halves: list[list[int]]) -> None:
             assert (before.end, before.has_token) == (after.past, False)
 
 
-@pytest.fixture(scope="module")
-def offloaded(three_servers: list[str]) -> Iterator[OffloadedModel]:
-    with open_model(DEMO, experts=three_servers[:2], device="cpu") as found:
-        yield found
-
-
 @contextmanager
 def runner_of(offloaded: OffloadedModel) -> Iterator[tuple[ModelRunner, Halves]]:
     runner = ModelRunner(offloaded.model, 16, 1 << 26)

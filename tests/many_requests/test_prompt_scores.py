@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from many_requests.client import ask, limits, whole
-from many_requests.serve_process import Server
+from many_requests.http_kit import Process
 from moeoffload.host.model import recommended_sampling
 from moeoffload.host.session import OffloadedModel
 from moeoffload.serve.engine import ServingEngine
@@ -53,42 +53,36 @@ def test_prompts_are_scored_as_transformers_does_in_parts_and_after_a_restart(of
         assert off.max() == 0 if scores is told[-1][0] else off.quantile(0.97) < 0.2
 
 
-def test_what_lm_eval_sends_is_answered(serve_process: Server) -> None:
+def test_what_lm_eval_sends_is_answered(serve_process: Process) -> None:
     """Its log-likelihood tasks: tokens as prompts, one token at most, and which tokens were the likeliest."""
     prompts = [list(b"reverse hello = olleh"), list(b"reverse abc = xyz")]
     body: dict[str, Any] = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
-    with serve_process.client() as client:
-        right, wrong = client.completions.create(model="demo", prompt=prompts, **body).choices
-        sums = []
-        for choice, prompt in ((right, prompts[0]), (wrong, prompts[1])):
-            assert choice.logprobs is not None
-            logprobs, best = choice.logprobs.token_logprobs or [], choice.logprobs.top_logprobs or []
-            assert len(logprobs) == len(best) == len(choice.logprobs.tokens or ()) == len(prompt) + 1
-            assert logprobs[0] is best[0] is None
-            answer = slice(prompt.index(b"="[0]) + 1, -1)
-            greedy = all(one == max(each.values()) for one, each in zip(logprobs[answer], best[answer], strict=True))
-            sums.append((greedy, sum(logprobs[answer])))
-            assert "".join(choice.logprobs.tokens or ()).removesuffix("<|endoftext|>") == choice.text
-            assert choice.logprobs.text_offset == list(range(len(prompt) + 1))
-        assert (sums[0][0], sums[1][0]) == (True, False)
-        assert sums[0][1] > -1 > sums[1][1]
-        text = "reverse hello = olleh"
-        stream = client.completions.create(model="demo", prompt=text, stream=True, **body | {"max_tokens": 0})
-        parts = [part.choices[0] for part in stream]
-        assert "".join(part.text for part in parts) == text
-        assert [one for part in parts for one in part.logprobs.token_logprobs] == right.logprobs.token_logprobs[:-1]  # type: ignore
-        assert parts[-1].finish_reason == "length"
-        text = "\u00e9\u20acx\U0001f600 ="
-        echoed = client.completions.create(model="demo", prompt=text, **body).choices[0].logprobs
-        assert echoed is not None
-        assert echoed.text_offset == [at for at, letter in enumerate(text) for _ in letter.encode()] + [len(text)]
-        for prefix in (0, 16):
-            empty = client.completions.create(model="demo", prompt="abcdefghijklmnopq", max_tokens=0).usage
-            assert empty is not None
-            assert empty.prompt_tokens_details is not None
-            assert empty.prompt_tokens_details.cached_tokens == prefix
-        with pytest.raises(openai.BadRequestError, match="embeddings is not supported"):
-            client.embeddings.create(model="demo", input="x")
+    right, wrong = serve_process.complete(prompts, **body).choices
+    sums = []
+    for choice, prompt in ((right, prompts[0]), (wrong, prompts[1])):
+        told = choice.logprobs
+        assert len(told.token_logprobs) == len(told.top_logprobs) == len(told.tokens) == len(prompt) + 1
+        assert told.token_logprobs[0] is told.top_logprobs[0] is None
+        answer = slice(prompt.index(b"="[0]) + 1, -1)
+        pairs = zip(told.token_logprobs[answer], told.top_logprobs[answer], strict=True)
+        sums.append((all(one == max(each.values()) for one, each in pairs), sum(told.token_logprobs[answer])))
+        assert "".join(told.tokens).removesuffix("<|endoftext|>") == choice.text
+        assert told.text_offset == list(range(len(prompt) + 1))
+    assert (sums[0][0], sums[1][0]) == (True, False)
+    assert sums[0][1] > -1 > sums[1][1]
+    text = "reverse hello = olleh"
+    parts = [part.choices[0] for part in serve_process.complete(text, stream=True, **body | {"max_tokens": 0})]
+    assert "".join(part.text for part in parts) == text
+    assert [one for part in parts for one in part.logprobs.token_logprobs] == right.logprobs.token_logprobs[:-1]
+    assert parts[-1].finish_reason == "length"
+    text = "\u00e9\u20acx\U0001f600 ="
+    offsets = [at for at, letter in enumerate(text) for _ in letter.encode()] + [len(text)]
+    assert serve_process.complete(text, **body).choices[0].logprobs.text_offset == offsets
+    for prefix in (0, 16):
+        usage = serve_process.complete("abcdefghijklmnopq", max_tokens=0).usage
+        assert usage.prompt_tokens_details.cached_tokens == prefix
+    with serve_process.client() as client, pytest.raises(openai.BadRequestError, match="embeddings is not supported"):
+        client.embeddings.create(model="demo", input="x")
 
 
 def test_min_p_and_the_repetition_penalty_are_those_of_transformers() -> None:

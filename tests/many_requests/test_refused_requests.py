@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import socket
-import threading
+import ssl
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,7 @@ import pytest
 from command_lines import wait_until
 from models import secret_file
 
-from many_requests.http_kit import FakeEngine, Running, ask, serving, tokens_of
-from many_requests.serve_process import KEY
+from many_requests.http_kit import HI, KEY, FakeEngine, Running, form, serving, tokens_of
 from moeoffload.cli.key_files import make_keys
 from moeoffload.config import ServeSettings
 from moeoffload.errors import SettingError
@@ -26,7 +27,6 @@ from moeoffload.serve.access import check_access
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 MISSING: Any = object()
-HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,14 @@ def key_file(tmp_path: Path) -> Path:
     return secret_file(tmp_path / "key", KEY + "\n")
 
 
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add"}}
+UNMAKEABLE = TOOL | {"function": {"name": "a", "parameters": {"not": {}}}}
+FORM, SCHEMA = "response_format", "response_format.json_schema.schema"
+DEEP: dict[str, Any] = {}
+for _ in range(150):
+    DEEP = {"items": DEEP}
+
+
 @pytest.mark.parametrize(
     ("path", "change", "param", "words"),
     [
@@ -47,23 +55,42 @@ def key_file(tmp_path: Path) -> Path:
         (CHAT, {"messages": "hi"}, "messages", "list"),
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "'user'"),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "string"),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content",
-            "only text",
-        ),
+        (CHAT, {"messages": [HI[0] | {"content": [{"type": "image_url"}]}]}, "messages[0].content", "only text"),
         (CHAT, {"messages": None}, "messages", "list"),
         (CHAT, {"max_tokens": 0}, "max_tokens", "greater"),
         (CHAT, {"max_completion_tokens": "9"}, "max_completion_tokens", "integer"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "'logprobs'"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         (CHAT, {"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
+        (CHAT, {"tools": [TOOL]}, "tools", "takes no tools"),
+        (CHAT, {"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice", "'required'"),
+        (CHAT, {"tools": [TOOL], "tool_choice": TOOL | {"function": {"name": "x"}}}, "tool_choice", "none of"),
+        (CHAT, {"tools": [TOOL], "guided_regex": "a"}, "tools", "together"),
+        (CHAT, {"tools": [TOOL], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "together"),
+        (CHAT, {"tools": [TOOL | {"function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+        (CHAT, {"tools": [UNMAKEABLE], "tool_choice": "required"}, "tools", "not"),
         (CHAT, {"audio": {"voice": "x"}}, "audio", "Unsupported"),
         (CHAT, {"functions": [{"name": "f"}]}, "functions", "Unsupported"),
         (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "'stream'"),
         (CHAT, {"chat_template_kwargs": {"a": []}}, None, "Invalid"),
+        (CHAT, {FORM: form({"type": "strange"})}, SCHEMA, "strange"),
+        (CHAT, {FORM: form({"not": {}})}, SCHEMA, "not"),
+        (CHAT, {FORM: form({"$ref": "http://x/y"})}, SCHEMA, "http"),
+        (CHAT, {FORM: form({"enum": []})}, SCHEMA, "nsatisfiable"),
+        (CHAT, {FORM: form(DEEP)}, SCHEMA, "recursion"),
+        (CHAT, {FORM: form({"title": "x" * 70_000})}, SCHEMA, "larger"),
+        (CHAT, {FORM: form({"type": "integer", "multipleOf": 999_983})}, None, "multipleOf"),
+        (CHAT, {FORM: form({"multipleOf": 10**400})}, SCHEMA, "out of range"),
+        (CHAT, {FORM: form({"multipleOf": True})}, SCHEMA, "multipleOf"),
+        (CHAT, {FORM: {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
+        (CHAT, {FORM: {"type": "xml"}}, "response_format.type", "json_object"),
+        (CHAT, {"guided_regex": "(a"}, "guided_regex", "unclosed"),
+        (CHAT, {"guided_regex": "a(?=b)"}, "guided_regex", "look-around"),
+        (CHAT, {"guided_regex": "\ud800"}, "guided_regex", "unicode"),
+        (CHAT, {"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "not permitted"),
+        (CHAT, {"guided_regex": "a", FORM: {"type": "json_object"}}, FORM, "together"),
+        (CHAT, {"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "together"),
         (TEXT, {"prompt": None}, "prompt", "string"),
         (TEXT, {"prompt": []}, "prompt", "string"),
         (TEXT, {"prompt": ""}, "prompt", "empty"),
@@ -130,25 +157,21 @@ def test_more_answers_than_there_are_places_are_not_told_to_come_again(tokenizer
 
 
 def test_too_long_prompts_are_400_with_openai_s_code(server: Running) -> None:
-    with server.client() as client:
-        for ask_for in (
-            lambda: client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "x" * 200}]),
-            lambda: client.completions.create(model="demo", prompt="x" * 150, max_tokens=51),
-        ):
-            with pytest.raises(openai.BadRequestError, match="maximum context length is 200 tokens") as caught:
-                ask_for()
-            assert caught.value.code == "context_length_exceeded"
-        assert client.completions.create(model="demo", prompt="x" * 199).choices[0].text == "y"
+    for ask_for in (
+        lambda: server.chat([{"role": "user", "content": "x" * 200}]),
+        lambda: server.complete("x" * 150, max_tokens=51),
+    ):
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 200 tokens") as caught:
+            ask_for()
+        assert caught.value.code == "context_length_exceeded"
+    assert server.complete("x" * 199).choices[0].text == "y"
 
 
 def test_other_models_and_routes_are_404(server: Running) -> None:
     with server.client() as client:
         assert [model.id for model in client.models.list()] == ["demo"]
         assert client.models.retrieve("demo").id == "demo"
-        for ask_for in (
-            lambda: client.models.retrieve("org/other"),
-            lambda: client.completions.create(model="other", prompt="x"),
-        ):
+        for ask_for in (lambda: client.models.retrieve("org/other"), lambda: server.complete(model="other")):
             with pytest.raises(openai.NotFoundError) as caught:
                 ask_for()
             assert caught.value.code == "model_not_found"
@@ -189,8 +212,7 @@ def test_pages_of_other_sites_in_a_browser_here_are_kept_out(
 
 def test_the_key_opens_all_but_what_says_that_the_server_is_there(tokenizer: Any, key_file: Path) -> None:
     with serving(FakeEngine(tokens_of("yes")), tokenizer, KEY, api_key_file=key_file) as server:
-        with server.client() as client:
-            assert client.completions.create(model="demo", prompt="x").choices[0].text == "yes"
+        assert server.complete().choices[0].text == "yes"
         with server.client(api_key=KEY[:-1]) as client, pytest.raises(openai.AuthenticationError) as caught:
             client.completions.create(model="demo", prompt="x")
         assert caught.value.code == "invalid_api_key"
@@ -219,16 +241,10 @@ def test_no_key_is_in_the_log(tokenizer: Any, key_file: Path, caplog: pytest.Log
 
 
 def test_clients_see_the_certificate(tokenizer: Any, tmp_path: Path) -> None:
-    import ssl
-    import urllib.request
-
     make_keys(tmp_path / "keys", [])
-    files: dict[str, Any] = {
-        "http_tls_cert": tmp_path / "keys/server.pem",
-        "http_tls_key": tmp_path / "keys/server.key",
-    }
-    with serving(FakeEngine(), tokenizer, **files) as server:
-        trust = ssl.create_default_context(cafile=str(tmp_path / "keys/ca.pem"))
+    cert, key, ca = (tmp_path / "keys" / name for name in ("server.pem", "server.key", "ca.pem"))
+    with serving(FakeEngine(), tokenizer, http_tls_cert=cert, http_tls_key=key) as server:
+        trust = ssl.create_default_context(cafile=ca)
         with urllib.request.urlopen(f"https://localhost:{server.port}/health", context=trust, timeout=10) as reply:
             assert json.load(reply) == {"status": "ok"}
 
@@ -265,21 +281,13 @@ def test_requests_that_do_not_finish_in_time_are_told(tokenizer: Any) -> None:
     with serving(engine, tokenizer, drain_seconds=0.2) as server, server.client() as client:
         stream = client.chat.completions.create(model="demo", messages=HI, stream=True)
         next(stream)
-        failed: list[Exception] = []
-
-        def wait_for_the_rest() -> None:
-            try:
-                list(stream)
-            except openai.APIError as error:
-                failed.append(error)
-
-        reader = threading.Thread(target=wait_for_the_rest, daemon=True)
-        reader.start()
-        server.stop()
-        wait_until(server.ended, "the end", 20)
-        assert not server.server.finished_all
-        reader.join(10)
-        assert "given this request up" in str(failed[0])
+        with ThreadPoolExecutor(1) as pool:
+            rest = pool.submit(list, stream)
+            server.stop()
+            wait_until(server.ended, "the end", 20)
+            assert not server.server.finished_all
+            with pytest.raises(openai.APIError, match="given this request up"):
+                rest.result(10)
         assert engine.tickets[0].cancelled.is_set()
 
 
@@ -288,7 +296,7 @@ def test_an_engine_that_is_not_ready_is_503(tokenizer: Any) -> None:
     engine.is_ready = False
     with serving(engine, tokenizer) as server:
         assert server.ask("GET", "/ready").status == 503
-        reply = ask(server.port, "POST", TEXT, {"model": "demo", "prompt": "x"})
+        reply = server.ask("POST", TEXT, {"model": "demo", "prompt": "x"})
         assert (reply.status, reply.error["type"]) == (503, "server_error")
         assert server.ask("GET", "/health").status == 200
         engine.failure = ZeroDivisionError("a secret")

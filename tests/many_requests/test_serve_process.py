@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,59 +15,47 @@ import tasks
 from command_lines import Commands, one_line_error, wait_until
 from conftest import DEMO, StartServer
 
-from many_requests.serve_process import RUNNING, WAITING, Server, start
+from many_requests.http_kit import RUNNING, WAITING, Process, start_serve
 
 N_OFFERED = 128
 GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0}
 ENDLESS: dict[str, Any] = {"model": "demo", "extra_body": {"ignore_eos": True}, "max_tokens": 4000}
 
 
-@pytest.fixture
-def client(serve_process: Server) -> Iterator[openai.OpenAI]:
-    with serve_process.client() as client:
-        yield client
-
-
 def chat_of(prompt: str) -> list[Any]:
     return [{"role": "user", "content": prompt}]
 
 
-def test_chats_and_completions_streamed_or_not_give_the_same_answer(client: openai.OpenAI) -> None:
+def test_chats_and_completions_streamed_or_not_give_the_same_answer(serve_process: Process) -> None:
     prompt, answer = "reverse hello =", " olleh"
-    chat = client.chat.completions.create(messages=chat_of(prompt), **GREEDY)
+    chat = serve_process.chat(chat_of(prompt), temperature=0)
     assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == (answer, "stop")
-    assert chat.usage is not None
     assert (chat.usage.prompt_tokens, chat.usage.completion_tokens, chat.usage.total_tokens) == (15, 7, 22)
-    completion = client.completions.create(prompt=prompt, **GREEDY)
-    assert (completion.choices[0].text, completion.choices[0].finish_reason) == (answer, "stop")
-    usage: Any = {"include_usage": True}
-    chunks = list(client.chat.completions.create(messages=chat_of(prompt), stream=True, stream_options=usage, **GREEDY))
+    completion = serve_process.complete(prompt, temperature=0).choices[0]
+    assert (completion.text, completion.finish_reason) == (answer, "stop")
+    chunks = serve_process.chat(chat_of(prompt), stream=True, stream_options={"include_usage": True}, temperature=0)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == answer
-    assert chunks[-1].usage is not None
     assert chunks[-1].usage.total_tokens == 22
-    parts = list(client.completions.create(prompt=prompt, stream=True, **GREEDY))
+    parts = serve_process.complete(prompt, stream=True, temperature=0)
     assert "".join(part.choices[0].text for part in parts) == answer
     assert parts[-1].choices[0].finish_reason == "stop"
 
 
-def test_an_answer_that_ends_at_a_stop_string_is_finished_and_not_cancelled(
-    serve_process: Server, client: openai.OpenAI
-) -> None:
+def test_an_answer_that_ends_at_a_stop_string_is_finished_and_not_cancelled(serve_process: Process) -> None:
     before = serve_process.counts()
-    chat = client.chat.completions.create(messages=chat_of("reverse hello ="), stop=["le"], **GREEDY)
-    assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == (" ol", "stop")
-    counted: list[str] = ["finished", "cancelled"]
+    chat = serve_process.chat(chat_of("reverse hello ="), stop=["le"], temperature=0).choices[0]
+    assert (chat.message.content, chat.finish_reason) == (" ol", "stop")
     wait_until(lambda: serve_process.counts()["running"] == 0, "the end of the request")
     after = serve_process.counts()
-    assert [after[each] - before[each] for each in counted] == [1, 0]
+    assert [after[each] - before[each] for each in ("finished", "cancelled")] == [1, 0]
 
 
-def test_the_address_alone_leads_to_the_dashboard(serve_process: Server) -> None:
+def test_the_address_alone_leads_to_the_dashboard(serve_process: Process) -> None:
     reply = serve_process.ask("GET", "/")
     assert (reply.status, reply.headers["location"]) == (307, "/dashboard")
 
 
-def test_more_than_it_takes_are_answered_or_told_to_come_again(serve_process: Server) -> None:
+def test_more_than_it_takes_are_answered_or_told_to_come_again(serve_process: Process) -> None:
     server = serve_process
     process = psutil.Process(server.command.process.pid)
     options: dict[str, Any] = {"prompt": "x", "max_tokens": 60, "extra_body": {"ignore_eos": True}, **GREEDY}
@@ -93,7 +80,7 @@ def test_more_than_it_takes_are_answered_or_told_to_come_again(serve_process: Se
     wait_until(lambda: server.counts()["running"] == server.counts()["waiting"] == 0, "the end of all", 10)
 
 
-def test_a_port_that_is_taken_and_an_open_one_are_one_clear_line(commands: Commands, serve_process: Server) -> None:
+def test_a_port_that_is_taken_and_an_open_one_are_one_clear_line(commands: Commands, serve_process: Process) -> None:
     refused = commands.run("moeoffload", "serve", DEMO, "--port", str(serve_process.port))
     assert f"port {serve_process.port}" in one_line_error(refused, 2)
     refused = commands.run("moeoffload", "serve", DEMO, "--bind", "0.0.0.0")
@@ -101,21 +88,18 @@ def test_a_port_that_is_taken_and_an_open_one_are_one_clear_line(commands: Comma
 
 
 def test_a_stop_lets_requests_finish(commands: Commands, tmp_path: Path) -> None:
-    server = start(commands, tmp_path, "--drain-seconds", "100")
+    server = start_serve(commands, tmp_path, "--drain-seconds", "100")
     with server.client() as client:
-        usage: Any = {"include_usage": True}
-        stream = client.completions.create(
-            prompt="x", max_tokens=300, stream=True, stream_options=usage, extra_body={"ignore_eos": True}, **GREEDY
-        )
+        options = ENDLESS | {"max_tokens": 300, "stream_options": {"include_usage": True}}
+        stream = client.completions.create(prompt="x", stream=True, **options)
         next(stream)
         server.command.send(signal.SIGTERM)
         wait_until(lambda: server.ask("GET", "/ready").status == 503, "the stop")
         with pytest.raises(openai.InternalServerError) as refused:
-            client.completions.create(prompt="x", **GREEDY)
+            server.complete()
         assert int(refused.value.response.headers["Retry-After"]) >= 1
         rest = list(stream)
     assert rest[-2].choices[0].finish_reason == "length"
-    assert rest[-1].usage is not None
     assert rest[-1].usage.completion_tokens == 300
     result = server.command.wait()
     assert result.code == 0, result.err
@@ -123,7 +107,7 @@ def test_a_stop_lets_requests_finish(commands: Commands, tmp_path: Path) -> None
 
 
 def test_a_second_signal_stops_at_once(commands: Commands, tmp_path: Path) -> None:
-    server = start(commands, tmp_path, "--drain-seconds", "100")
+    server = start_serve(commands, tmp_path, "--drain-seconds", "100")
     with server.client() as client:
         stream = client.completions.create(prompt="x", stream=True, **ENDLESS)
         next(stream)
@@ -142,7 +126,7 @@ def test_clients_stay_when_an_expert_server_is_killed(
     commands: Commands, tmp_path: Path, start_server: StartServer
 ) -> None:
     servers = [start_server() for _ in range(2)]
-    serve = start(commands, tmp_path, "--experts", ",".join(each.address for each in servers))
+    serve = start_serve(commands, tmp_path, "--experts", ",".join(each.address for each in servers))
     prompts = tasks.prompts(96, seed=11)
 
     async def ask(many: openai.AsyncOpenAI, prompt: str) -> str:

@@ -16,8 +16,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from many_requests.http_kit import Process, form
 from many_requests.random_schemas import SCHEMAS, Schema
-from many_requests.serve_process import Server
 from moeoffload.serve.grammar import Grammar, GrammarCompiler, allowed_by
 from moeoffload.serve.response_formats import AnswerFormat
 
@@ -27,11 +27,7 @@ CLOSING: dict[str, Any] = {"logit_bias": {str(ord(letter)): 14 for letter in '"]
 ASK: list[Any] = [{"role": "user", "content": "reverse abc ="}]
 
 
-def form(schema: Schema) -> Any:
-    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
-
-
-async def answers(server: Server, asked: list[dict[str, Any]]) -> list[tuple[str, str]]:
+async def answers(server: Process, asked: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """The text and the end of each choice, of all requests at once."""
     async with server.clients() as many:
 
@@ -57,7 +53,7 @@ async def answers(server: Server, asked: list[dict[str, Any]]) -> list[tuple[str
 )
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
 def test_answers_are_valid_by_their_schema_greedy_and_sampled_together(
-    serve_process: Server, schema: Schema, seed: int
+    serve_process: Process, schema: Schema, seed: int
 ) -> None:
     common = {"response_format": form(schema), "max_tokens": 1000, **CLOSING}
     sampled = {"temperature": 1.0, "seed": seed, "n": 2}
@@ -68,7 +64,7 @@ def test_answers_are_valid_by_their_schema_greedy_and_sampled_together(
         validator.validate(json.loads(text))
 
 
-def test_expressions_choices_and_plain_requests_at_the_same_time(serve_process: Server) -> None:
+def test_expressions_choices_and_plain_requests_at_the_same_time(serve_process: Process) -> None:
     forms: dict[str, dict[str, Any]] = {
         r"[0-9]{3}-[a-f]{4}": {"structured_outputs": {"regex": "[0-9]{3}-[a-f]{4}"}},
         r"(ja|nein)\.": {"guided_regex": r"(ja|nein)\."},
@@ -85,58 +81,15 @@ def test_expressions_choices_and_plain_requests_at_the_same_time(serve_process: 
             assert re.fullmatch(pattern, text), text
 
 
-def test_completions_and_json_objects_and_whole_answers(serve_process: Server) -> None:
-    with serve_process.client() as client:
-        whole = client.chat.completions.create(
-            model="demo", messages=ASK, response_format={"type": "json_object"}, logprobs=True, **CLOSING
-        ).choices[0]
-        text = whole.message.content or ""
-        assert isinstance(json.loads(text), dict)
-        assert whole.logprobs is not None
-        assert "".join(entry.token for entry in whole.logprobs.content or ()) == text
-        body = {"structured_outputs": {"json": {"type": "integer", "minimum": 10, "maximum": 99}}}
-        done = client.completions.create(model="demo", prompt="x", extra_body=body, temperature=0)
-        assert 10 <= int(done.choices[0].text) <= 99
+def test_completions_and_json_objects_and_whole_answers(serve_process: Process) -> None:
+    whole = serve_process.chat(ASK, response_format={"type": "json_object"}, logprobs=True, **CLOSING).choices[0]
+    assert isinstance(json.loads(whole.message.content), dict)
+    assert "".join(entry.token for entry in whole.logprobs.content) == whole.message.content
+    body = {"structured_outputs": {"json": {"type": "integer", "minimum": 10, "maximum": 99}}}
+    assert 10 <= int(serve_process.complete(extra_body=body, temperature=0).choices[0].text) <= 99
 
 
-def nested(depth: int) -> Schema:
-    schema: Schema = {}
-    for _ in range(depth):
-        schema = {"items": schema}
-    return schema
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "words"),
-    [
-        ({"response_format": form({"type": "strange"})}, "response_format.json_schema.schema", "strange"),
-        ({"response_format": form({"not": {}})}, "response_format.json_schema.schema", "not"),
-        ({"response_format": form({"$ref": "http://x/y"})}, "response_format.json_schema.schema", "http"),
-        ({"response_format": form({"enum": []})}, "response_format.json_schema.schema", "nsatisfiable"),
-        ({"response_format": form(nested(150))}, "response_format.json_schema.schema", "recursion"),
-        ({"response_format": form({"title": "x" * 70_000})}, "response_format.json_schema.schema", "larger"),
-        ({"response_format": form({"type": "integer", "multipleOf": 999_983})}, None, "multipleOf"),
-        ({"response_format": form({"multipleOf": 10**400})}, "response_format.json_schema.schema", "out of range"),
-        ({"response_format": form({"multipleOf": True})}, "response_format.json_schema.schema", "multipleOf"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
-        ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
-        ({"guided_regex": "(a"}, "guided_regex", "unclosed"),
-        ({"guided_regex": "a(?=b)"}, "guided_regex", "look-around"),
-        ({"guided_regex": "\ud800"}, "guided_regex", "unicode"),
-        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "not permitted"),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format", "together"),
-        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "together"),
-    ],
-)
-def test_forms_that_cannot_be_are_refused_by_name(
-    serve_process: Server, body: dict[str, Any], param: str | None, words: str
-) -> None:
-    reply = serve_process.ask("POST", "/v1/chat/completions", {"model": "demo", "messages": ASK} | body)
-    assert (reply.status, words in reply.error["message"]) == (400, True), reply.text
-    assert param is None or reply.error["param"] == param
-
-
-def test_an_answer_whose_form_becomes_too_complex_ends_alone(serve_process: Server) -> None:
+def test_an_answer_whose_form_becomes_too_complex_ends_alone(serve_process: Process) -> None:
     def ask(form_: dict[str, Any]) -> Any:
         body = {"model": "demo", "messages": ASK, "temperature": 1, "seed": 1, "max_tokens": 100}
         return serve_process.ask("POST", "/v1/chat/completions", body | form_)

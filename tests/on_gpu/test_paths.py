@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +19,14 @@ import tasks
 import torch
 from command_lines import Commands
 from conftest import DEMO, StartServer, connected, local_model
-from fault_kit.generation import LayerClock
-from many_requests import serve_process
+from fault_kit.generation import LayerClock, generate
 from many_requests.client import ask, limits
+from many_requests.http_kit import start_serve
+from models import demo_tokenizer
 from synthetic import write_tiny
 from transformers import AttentionInterface
 
-from moeoffload import OffloadedModel, open_model
+from moeoffload import open_model
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.checkpoint.copy_buffers import CopyBuffers
 from moeoffload.serve.engine import ServingEngine
@@ -40,28 +42,16 @@ FILLED = 0.8
 """Of the free memory, taken by others."""
 
 
-def answers(offloaded: OffloadedModel, prompts: list[str], device: str) -> list[list[int]]:
-    tokenizer = offloaded.tokenizer
-    found = []
-    for prompt in prompts:
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)
-        tokens = offloaded.model.generate(ids, max_new_tokens=12, do_sample=False)
-        found.append(tokens[0, ids.shape[1] :].tolist())
-    return found
+def answers(offloaded: Any, prompts: list[str]) -> list[list[int]]:
+    return [generate(offloaded, prompt, max_new_tokens=12) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[list[str], list[list[int]]]:
     """Prompts, and the tokens of a local run in float32 on the CPU."""
-    from transformers import AutoTokenizer
-
     prompts = tasks.prompts(8, seed=21)
-    model, tokenizer = local_model(DEMO, dtype=torch.float32), AutoTokenizer.from_pretrained(DEMO)
-    found = []
-    for prompt in prompts:
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        found.append(model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist())
-    return prompts, found
+    local = SimpleNamespace(model=local_model(DEMO, dtype=torch.float32), tokenizer=demo_tokenizer())
+    return prompts, answers(local, prompts)
 
 
 @pytest.mark.parametrize("transport", ["shared", "stream"])
@@ -75,7 +65,7 @@ def test_answers_are_those_of_a_local_run(
     with open_model(DEMO, model_dtype="f32", dtype="f32", **where) as offloaded:
         (link,) = offloaded.links
         assert link.info.transport == transport
-        assert answers(offloaded, prompts, host) == tokens
+        assert answers(offloaded, prompts) == tokens
         if IS_REAL and server == GPU:
             assert "triton" in link.info.kernel
     assert "page-locked" not in running.log_text
@@ -117,7 +107,7 @@ def test_several_devices_give_the_answers_of_a_local_run(
     server = start_server("--memory-gib", "1", patch=patch, warm=False)
     where: dict[str, Any] = {"experts": [server.address], "device": GPU, "transport": transport}
     with open_model(DEMO, model_dtype="f32", dtype="f32", **where) as offloaded:
-        assert answers(offloaded, prompts, GPU) == tokens
+        assert answers(offloaded, prompts) == tokens
         assert offloaded.links[0].info.kernel.endswith("on 2 devices")
         offloaded.model(torch.ones(1, 600, dtype=torch.long, device=GPU))
 
@@ -161,7 +151,7 @@ def test_a_server_killed_in_mid_decode_changes_no_token(
     where: dict[str, Any] = {"experts": [server.address], "device": GPU, "transport": transport}
     with open_model(DEMO, model_dtype="f32", dtype="f32", **where) as offloaded:
         LayerClock(offloaded.dispatcher).start(6, server.kill)
-        assert answers(offloaded, prompts, GPU) == tokens
+        assert answers(offloaded, prompts) == tokens
         assert offloaded.report().to_json()["recovery"]["lost"] == 1
 
 
@@ -170,17 +160,16 @@ def test_every_part_is_verified_by_another_device(expected: Any, start_server: S
     servers = [start_server("--device", GPU, warm=False).address for _ in range(2)]
     where: dict[str, Any] = {"experts": servers, "device": GPU, "replicas": 1}
     with open_model(DEMO, model_dtype="f32", dtype="f32", verify_percent=100, **where) as offloaded:
-        assert answers(offloaded, prompts, GPU) == tokens
+        assert answers(offloaded, prompts) == tokens
         assert offloaded.report().to_json()["recovery"]["verified"] > 0
 
 
 def test_sixteen_clients_are_served(commands: Commands, tmp_path: Path) -> None:
-    server = serve_process.start(commands, tmp_path, "--device", GPU)
+    server = start_serve(commands, tmp_path, "--device", GPU)
     prompts = tasks.prompts(16, seed=5)
 
     def ask(prompt: str) -> str:
-        with server.client() as client:
-            return client.completions.create(model="demo", prompt=prompt, max_tokens=12, temperature=0).choices[0].text
+        return server.complete(prompt, max_tokens=12, temperature=0).choices[0].text
 
     with ThreadPoolExecutor(16) as pool:
         texts = list(pool.map(ask, prompts))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, wait_until
-from conftest import DEMO, RunningServer, expert_server
+from conftest import DEMO, RunningServer
 from models import secret_file
 
 from moeoffload.cli.key_files import make_keys
@@ -85,5 +85,5 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     # Of many refusals only some are logged; these tests want to see each.
     patch = "import moeoffload.logs as logs; logs.FloodFilter.filter = lambda self, record: True"
     # Started afresh: its command line is looked at, too.
-    with expert_server(folder, *map(str, options), patch=patch, warm=False) as server:
+    with RunningServer(folder, *map(str, options), patch=patch, warm=False) as server:
         yield Site(server, keys, strange, token, root)

@@ -99,7 +99,8 @@ def test_every_call_of_the_expert_service_needs_the_token(site: Site) -> None:
         "Attach": lambda stub: list(stub.Attach(iter([pb.AttachRequest(hello=pb.Hello())]), timeout=STEP_TIMEOUT_S)),
     }
     assert set(calls) == set(pb.DESCRIPTOR.services_by_name["ExpertService"].methods_by_name)
-    with tls_channel(site) as channel:
+    files = [(site.keys / name).read_bytes() for name in ("ca.pem", "host.key", "host.pem")]
+    with grpc.secure_channel(site.server.address, grpc.ssl_channel_credentials(*files)) as channel:
         stub = pb_grpc.ExpertServiceStub(channel)  # type: ignore[no-untyped-call]
         for call in calls.values():
             with pytest.raises(grpc.RpcError) as caught:
@@ -112,11 +113,6 @@ def test_every_call_of_the_expert_service_needs_the_token(site: Site) -> None:
         status = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=STEP_TIMEOUT_S)
         assert status.status == health_pb2.HealthCheckResponse.SERVING, "health checks are open"
     assert site.n_refused() >= len(calls)
-
-
-def tls_channel(site: Site) -> grpc.Channel:
-    files = (site.keys / name for name in ("ca.pem", "host.key", "host.pem"))
-    return grpc.secure_channel(site.server.address, grpc.ssl_channel_credentials(*(f.read_bytes() for f in files)))
 
 
 def test_more_connections_than_allowed_are_closed_and_later_ones_are_served(site: Site) -> None:

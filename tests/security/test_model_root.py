@@ -23,11 +23,15 @@ from security.conftest import Site
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
-    """models/good, models/link -> good, models/out -> ../secret, secret, models-too."""
+    """models/good, models/link -> good, models/out -> ../secret, secret, models-too; models in GGUF files likewise."""
     for name in ("models/good", "secret", "models-too"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "models" / "link").symlink_to(tmp_path / "models" / "good")
     (tmp_path / "models" / "out").symlink_to(tmp_path / "secret")
+    for name in ("secret/m.gguf", "models/blob"):
+        (tmp_path / name).touch()
+    (tmp_path / "models" / "out.gguf").symlink_to(tmp_path / "secret" / "m.gguf")
+    (tmp_path / "models" / "in.gguf").symlink_to(tmp_path / "models" / "blob")
     return tmp_path
 
 
@@ -44,10 +48,16 @@ def test_what_is_inside_is_resolved(folders: Path, path: str) -> None:
     assert refused == []
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["secret", "models/../secret", "models/good/../../secret", "models/out", "models-too", "models/out/..", "absent"],
-)
+def test_a_gguf_file_keeps_its_name_though_it_is_a_link_to_one_without_that_ending(folders: Path) -> None:
+    """As in a hub cache."""
+    assert roots(folders / "models")[0](f"{folders}/models/in.gguf", None) == folders / "models" / "in.gguf"
+
+
+OUTSIDE = ["secret", "models/../secret", "models/good/../../secret", "models/out", "models-too", "models/out/.."]
+OUTSIDE += ["absent", "secret/m.gguf", "models/out.gguf", "models/../secret/m.gguf", "models/../secret/../models.gguf"]
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
 def test_what_is_outside_is_refused_whether_it_is_there_or_not(folders: Path, path: str) -> None:
     rule, refused = roots(folders / "models")
     with pytest.raises(ModelError, match="is no model below"):

@@ -54,6 +54,12 @@ def send(host: HostChannel, slot: HostSlot, body: bytes = b"") -> int:
     return header.request_id
 
 
+def begin(host: HostChannel, body: bytes = b"") -> tuple[HostSlot, int]:
+    """Sends a frame in a slot of its own; returns the slot and the request id."""
+    slot = host.acquire(SOON_S)
+    return slot, send(host, slot, body)
+
+
 def receive(host: HostChannel, slot: HostSlot, request_id: int, timeout_s: float = SOON_S) -> bytes:
     """Waits for the reply to this request; returns its body."""
     n_bytes = host.wait(slot, timeout_s)

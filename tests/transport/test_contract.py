@@ -20,7 +20,7 @@ from moeoffload.transport import ChannelSizes, ServerChannel, ServerSlot
 from moeoffload.wire import HEADER_BYTES, ErrorCode, Kind
 
 from .conftest import TRANSPORTS, OpenEnds, both_ends
-from .ends import SIZES, SOON_S, OnDemand, call, echo, eventually, receive, reply_header, send
+from .ends import SIZES, SOON_S, OnDemand, begin, call, echo, eventually, receive, reply_header, send
 
 LARGEST = SIZES.request_bytes - HEADER_BYTES
 
@@ -106,8 +106,7 @@ def test_request_ids_are_new_and_name_their_slot(open_ends: OpenEnds) -> None:
 def test_a_late_reply_is_dropped_and_its_slot_is_not_used_before(open_ends: OpenEnds) -> None:
     server = OnDemand()
     host = open_ends(server, ChannelSizes(1, 128, 128)).host
-    slot = host.acquire(SOON_S)
-    send(host, slot)
+    slot, _ = begin(host)
     with pytest.raises(DeadlineError, match="slot 0"):
         host.wait(slot, 0.01)
     host.release(slot)
@@ -135,8 +134,7 @@ def test_ctrl_c_at_the_end_of_a_wait_leaves_the_slot_usable(
         awaits(*args)
         raise KeyboardInterrupt
 
-    slot = host.acquire(SOON_S)
-    send(host, slot, b"first")
+    slot, _ = begin(host, b"first")
     monkeypatch.setattr(host, "_await_reply", interrupted)
     with pytest.raises(KeyboardInterrupt):
         host.wait(slot, SOON_S)
@@ -149,8 +147,7 @@ def test_ctrl_c_at_the_end_of_a_wait_leaves_the_slot_usable(
 def test_a_reply_that_was_waited_for_too_briefly_can_be_waited_for_again(open_ends: OpenEnds) -> None:
     server = OnDemand()
     host = open_ends(server).host
-    slot = host.acquire(SOON_S)
-    request_id = send(host, slot, b"slow")
+    slot, request_id = begin(host, b"slow")
     with pytest.raises(DeadlineError):
         host.wait(slot, 0)
     server.answer()
@@ -235,7 +232,7 @@ def test_replies_after_either_side_closed_are_dropped(open_ends: OpenEnds) -> No
     server = OnDemand()
     ends = open_ends(server)
     for _ in range(2):
-        send(ends.host, ends.host.acquire(SOON_S))
+        begin(ends.host)
     first, second = server.take(), server.take()
     ends.host.close()
     echo(*first)
@@ -252,8 +249,7 @@ def test_nothing_is_delivered_after_close(open_ends: OpenEnds) -> None:
         echo(channel, slot)
 
     ends = open_ends(count)
-    slot = ends.host.acquire(SOON_S)
-    send(ends.host, slot)
+    slot, _ = begin(ends.host)
     ends.host.wait(slot, SOON_S)
     ends.server.close()
     with contextlib.suppress(ServerError):
@@ -265,8 +261,7 @@ def test_nothing_is_delivered_after_close(open_ends: OpenEnds) -> None:
 
 def test_deliver_may_close_the_channel(open_ends: OpenEnds) -> None:
     ends = open_ends(lambda channel, slot: channel.close())
-    slot = ends.host.acquire(SOON_S)
-    send(ends.host, slot)
+    slot, _ = begin(ends.host)
     with pytest.raises(ServerError, match="closed"):
         ends.host.wait(slot, SOON_S)
 
@@ -277,8 +272,7 @@ def test_a_request_that_deliver_cannot_take_is_answered_with_an_error(open_ends:
 
     host = open_ends(broken).host
     for _ in range(2):
-        slot = host.acquire(SOON_S)
-        request_id = send(host, slot)
+        slot, request_id = begin(host)
         assert b"could not take" in receive(host, slot, request_id)
         assert (reply_header(slot).kind, reply_header(slot).code) == (Kind.ERROR, ErrorCode.INTERNAL)
         host.release(slot)
@@ -287,8 +281,7 @@ def test_a_request_that_deliver_cannot_take_is_answered_with_an_error(open_ends:
 def test_a_server_slot_is_answered_once(open_ends: OpenEnds) -> None:
     server = OnDemand()
     ends = open_ends(server)
-    slot = ends.host.acquire(SOON_S)
-    send(ends.host, slot)
+    begin(ends.host)
     channel, taken = server.take()
     with pytest.raises(CapacityError):
         channel.reply(taken, len(taken.reply) + 1)

@@ -30,7 +30,7 @@ from moeoffload.transport.shared import SharedHostEnd
 from moeoffload.wire import HEADER_BYTES, ErrorCode, Kind
 
 from .conftest import both_ends
-from .ends import SIZES, SOON_S, OnDemand, call, echo, eventually, receive, reply_header, send
+from .ends import SIZES, SOON_S, OnDemand, begin, call, echo, eventually, receive, reply_header
 
 ME = os.getpid()
 
@@ -45,7 +45,7 @@ def test_names_live_from_create_to_open_and_are_private() -> None:
     server = SharedServerEnd(SIZES, echo)
     names = names_of(ME)
     assert len(names) == 2 + SIZES.n_slots
-    assert {mode_of(name) for name in names} == {0o600}
+    assert {Path(SHM_FOLDER, name).stat().st_mode & 0o777 for name in names} == {0o600}
     host = open_shared(server.offer)
     assert not names_of(ME)
     with pytest.raises(ServerError, match="not on this host"):
@@ -96,15 +96,12 @@ def test_more_than_there_is_room_for_is_a_clear_error() -> None:
 
 
 def test_a_segment_may_be_larger_than_its_frames_need() -> None:
-    sizes = replace(SIZES, shared_bytes=segment_bytes(SIZES) + 100_000)
-    server = SharedServerEnd(sizes, echo)
-    assert (Path("/dev/shm") / server.offer.parameters["segment"][1:]).stat().st_size == sizes.shared_bytes
-    host = open_shared(replace(server.offer, sizes=SIZES))
-    host.close()
-    server.close()
-    least = SharedServerEnd(replace(SIZES, shared_bytes=1), echo)
-    assert (Path("/dev/shm") / least.offer.parameters["segment"][1:]).stat().st_size == segment_bytes(SIZES)
-    least.close()
+    larger = segment_bytes(SIZES) + 100_000
+    for asked, made in ((larger, larger), (1, segment_bytes(SIZES))):
+        server = SharedServerEnd(replace(SIZES, shared_bytes=asked), echo)
+        assert Path(SHM_FOLDER, server.offer.parameters["segment"][1:]).stat().st_size == made
+        open_shared(replace(server.offer, sizes=SIZES)).close()
+        server.close()
 
 
 def test_what_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,11 +156,10 @@ def test_a_request_for_no_slot_or_a_busy_one_is_dropped() -> None:
     engine = OnDemand()
     with both_ends("shared", engine) as ends:
         segment: Segment = ends.host._segment  # type: ignore[attr-defined]
-        slot = ends.host.acquire(SOON_S)
-        request_id = send(ends.host, slot, b"mine")
+        slot, request_id = begin(ends.host, b"mine")
         taken = engine.take()
         for n_sent, number in ((1, slot.index), (2, 4), (3, 2**64 - 1)):
-            _set(segment, segment.ring_at[n_sent], number)
+            segment.words[segment.ring_at[n_sent]] = number
             segment.request_semaphore.release()
         eventually(lambda: ends.server.n_dropped == 3)
         echo(*taken)
@@ -174,8 +170,7 @@ def test_a_reply_of_an_impossible_length_is_an_error() -> None:
     engine = OnDemand()
     with both_ends("shared", engine) as ends:
         segment: Segment = ends.host._segment  # type: ignore[attr-defined]
-        slot = ends.host.acquire(SOON_S)
-        request_id = send(ends.host, slot)
+        slot, request_id = begin(ends.host)
         at = segment.reply_at[slot.index]
         segment.words[at], segment.words[at + 1] = 2**40, request_id
         segment.reply_semaphores[slot.index].release()
@@ -206,8 +201,7 @@ def test_a_host_that_fills_its_semaphores_ends_no_thread_of_the_server() -> None
         host = open_channel(server.offer, host="", timeout_s=SOON_S)
         with contextlib.closing(open_channel(other.offer, host="", timeout_s=SOON_S)) as good:
             for _ in range(2 * SIZES.n_slots):
-                slot = host.acquire(SOON_S)
-                request_id = send(host, slot, b"more")
+                slot, request_id = begin(host, b"more")
                 fill(semaphores[slot.index])
                 on_demand.answer()
                 assert receive(host, slot, request_id) == b"more"
@@ -244,10 +238,6 @@ def _n_maps() -> int:
         return sum("/dev/shm/moeoffload-" in line for line in maps)
 
 
-def _set(segment: Segment, at: int, value: int) -> None:
-    segment.words[at] = value
-
-
 def hold(pipe: Connection) -> None:
     """Creates a channel, says its offer, and waits to be killed."""
     pipe.send(SharedServerEnd(SIZES, echo).offer)
@@ -260,20 +250,11 @@ def connect(pipe: Connection) -> None:
     host = open_channel(offer, host="", timeout_s=SOON_S)
     pipe.send(host.nonce)
     call(host, b"hello")
-    send(host, host.acquire(SOON_S))
+    begin(host)
     pipe.send("in flight")
     pipe.recv()
 
 
-def our_names() -> set[str]:
-    """What of moeoffload is in /dev/shm."""
-    return {name for name in os.listdir(SHM_FOLDER) if "moeoffload-" in name}
-
-
 def names_of(pid: int) -> set[str]:
     """What of the moeoffload server with this pid is in /dev/shm."""
-    return {name for name in our_names() if f"moeoffload-{pid}-" in name}
-
-
-def mode_of(name: str) -> int:
-    return Path(SHM_FOLDER, name).stat().st_mode & 0o777
+    return {name for name in os.listdir(SHM_FOLDER) if f"moeoffload-{pid}-" in name}

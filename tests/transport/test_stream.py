@@ -23,17 +23,19 @@ from moeoffload.transport import (
     ChannelSizes,
     Deliver,
     HostChannel,
+    StreamKeys,
     StreamListener,
     StreamServerEnd,
     open_channel,
     open_stream,
 )
 from moeoffload.transport.stream import PROBE_S
+from moeoffload.transport.stream_keys import encrypt_host_end
 from moeoffload.transport.zmq_socket import PIECE_BYTES, TAG
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind
 
 from .conftest import both_ends
-from .ends import SIZES, SOON_S, OnDemand, bare_dealer, call, echo, eventually, receive, send
+from .ends import SIZES, SOON_S, OnDemand, bare_dealer, begin, call, echo, eventually, receive, send
 
 
 @pytest.fixture
@@ -82,12 +84,14 @@ def error_of(listener: StreamListener, channel: StreamServerEnd, *parts: bytes) 
         return header.code
 
 
-def still_works(listener: StreamListener) -> None:
+def still_works(listener: StreamListener) -> bool:
+    """A new host at this listener, which encrypts nothing, gets an answer."""
     channel = opened(listener)
     host = connected(channel)
-    assert call(host, b"still works") == b"still works"
+    answer = call(host, b"still works")
     host.close()
     channel.close()
+    return answer == b"still works"
 
 
 def test_who_has_no_channel_is_dropped_and_counted(listener: StreamListener) -> None:
@@ -99,7 +103,7 @@ def test_who_has_no_channel_is_dropped_and_counted(listener: StreamListener) -> 
             dealer.send_multipart([b"a", b"b", b"c" * 1000, b""])
             eventually(lambda before=before: listener.n_unknown == before + 2)  # type: ignore[misc]
     assert channel.n_dropped == 0
-    still_works(listener)
+    assert still_works(listener)
 
 
 def test_wrong_messages_are_answered_with_the_reason(listener: StreamListener) -> None:
@@ -109,7 +113,7 @@ def test_wrong_messages_are_answered_with_the_reason(listener: StreamListener) -
     for announced, data in ((5, b"short"), (0, b""), (64, b""), (64, frame(5)[:-1]), (64, frame(9)), (65, frame(5))):
         assert error_of(listener, channel, TAG.pack(5, 0, announced), data) == ErrorCode.BAD_FRAME
     assert channel.n_dropped == 8
-    still_works(listener)
+    assert still_works(listener)
 
 
 def test_messages_without_an_id_are_dropped_and_counted(listener: StreamListener) -> None:
@@ -141,23 +145,32 @@ def test_a_host_with_more_in_flight_than_slots_is_told_busy(listener: StreamList
         assert reply_to(dealer)[0] == 8
 
 
-def test_a_message_beyond_the_limit_never_gets_in(listener: StreamListener) -> None:
-    channel = opened(listener)
-    with bare_dealer(listener.port, channel.routing_id) as dealer:
-        dealer.setsockopt(zmq.RCVTIMEO, 100)
-        dealer.send_multipart([TAG.pack(4, 0, 2**30), bytes(PIECE_BYTES + 1)])
-        with pytest.raises(zmq.Again):
-            dealer.recv()
-    assert channel.n_dropped == 0
-    still_works(listener)
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_message_beyond_the_limit_never_gets_in(encrypted: bool) -> None:
+    keys = StreamKeys.new()
+    with contextlib.closing(StreamListener(encrypted=encrypted)) as listener:
+        channel, server_key = listener.open_channel(SIZES, echo, keys.public), listener.public_key.encode()
+
+        def prepare(dealer: zmq.Socket[bytes]) -> None:
+            if encrypted:
+                encrypt_host_end(dealer, keys, server_key)
+
+        with bare_dealer(listener.port, channel.routing_id, prepare) as dealer:
+            dealer.send_multipart(message(8))
+            assert dealer.recv_multipart() == message(8)
+            dealer.setsockopt(zmq.RCVTIMEO, 300)
+            dealer.send_multipart([TAG.pack(4, 0, 2**30), bytes(PIECE_BYTES + 1)])
+            with pytest.raises(zmq.Again):
+                dealer.recv()
+        assert channel.n_dropped == 0
+        assert encrypted or still_works(listener)
 
 
-def test_pieces_out_of_order_are_dropped_and_the_frame_can_start_again() -> None:
-    large = StreamListener()
-    channel = opened(large, echo, ChannelSizes(2, 2 * PIECE_BYTES, 2 * PIECE_BYTES))
+def test_pieces_out_of_order_are_dropped_and_the_frame_can_start_again(listener: StreamListener) -> None:
+    channel = opened(listener, echo, ChannelSizes(2, 2 * PIECE_BYTES, 2 * PIECE_BYTES))
     data = frame(4, os.urandom(PIECE_BYTES))
     first, rest = data[:PIECE_BYTES], data[PIECE_BYTES:]
-    with bare_dealer(large.port, channel.routing_id) as dealer:
+    with bare_dealer(listener.port, channel.routing_id) as dealer:
         for request_id, at, n_bytes, piece in (
             (4, PIECE_BYTES, len(data), rest),
             (4, 0, len(data), first),
@@ -175,7 +188,6 @@ def test_pieces_out_of_order_are_dropped_and_the_frame_can_start_again() -> None
         dealer.send_multipart([TAG.pack(4, 0, len(data)), first])
         dealer.send_multipart([TAG.pack(4, PIECE_BYTES, len(data)), rest + b"too long"])
         assert reply_to(dealer)[1].code == ErrorCode.BAD_FRAME
-    large.close()
 
 
 @pytest.mark.parametrize(("announced", "data"), [(0, b""), (63, bytes(63)), (64, b""), (2**32 - 1, bytes(64))])
@@ -183,8 +195,7 @@ def test_a_reply_of_an_impossible_length_is_an_error(listener: StreamListener, a
     engine = OnDemand()
     channel = opened(listener, engine)
     host = connected(channel)
-    slot = host.acquire(SOON_S)
-    request_id = send(host, slot)
+    slot, request_id = begin(host)
     engine.take()
     with listener._using:
         listener._wire.socket.send_multipart([channel.routing_id, TAG.pack(request_id, 0, announced), data])
@@ -200,7 +211,7 @@ def test_garbage_on_the_port_is_ignored(listener: StreamListener) -> None:
         plain = socket.create_connection(("127.0.0.1", listener.port), SOON_S)
         with plain, contextlib.suppress(ConnectionError):
             plain.sendall(data)
-    still_works(listener)
+    assert still_works(listener)
 
 
 def test_replies_to_a_host_that_is_gone_are_dropped_and_counted(listener: StreamListener) -> None:
@@ -208,7 +219,7 @@ def test_replies_to_a_host_that_is_gone_are_dropped_and_counted(listener: Stream
     channel = opened(listener, engine)
     host = connected(channel)
     for _ in range(4):
-        send(host, host.acquire(SOON_S))
+        begin(host)
     taken = [engine.take() for _ in range(4)]
     host.close()
 
@@ -218,7 +229,7 @@ def test_replies_to_a_host_that_is_gone_are_dropped_and_counted(listener: Stream
         return channel.n_dropped > 0
 
     eventually(dropped)
-    still_works(listener)
+    assert still_works(listener)
 
 
 def test_replies_that_nobody_asked_for_are_dropped_and_counted(listener: StreamListener) -> None:
@@ -253,7 +264,7 @@ def test_a_listener_that_restarts_knows_no_old_channels() -> None:
     with pytest.raises(ServerError, match="closed"):
         host.wait(slot, SOON_S)
     host.close()
-    still_works(new)
+    assert still_works(new)
     new.close()
     new.close()
     with pytest.raises(ServerError, match="closed"):
@@ -290,8 +301,7 @@ def test_a_slot_whose_reply_was_lost_with_the_connection_comes_back(listener: St
     engine = OnDemand()
     channel = opened(listener, engine, ChannelSizes(1, 128, 128))
     host = connected(channel, proxy.here)
-    slot = host.acquire(SOON_S)
-    send(host, slot)
+    slot, _ = begin(host)
     taken_channel, taken = engine.take()
     proxy.tell("cut")
     eventually(lambda: not listener.send(channel, 99, *outgoing(99)))
@@ -317,13 +327,11 @@ def test_what_is_sent_while_disconnected_arrives_later(listener: StreamListener,
     host = connected(channel, proxy.here)
     proxy.tell("cut")
     eventually(lambda: not listener.send(channel, 99, *outgoing(99)))
-    slot = host.acquire(SOON_S)
-    request_id = send(host, slot, b"patience")
+    slot, request_id = begin(host, b"patience")
     with pytest.raises(DeadlineError):
         host.wait(slot, 0.02)
     host.release(slot)
-    other = host.acquire(SOON_S)
-    request_id = send(host, other, b"patience")
+    other, request_id = begin(host, b"patience")
     proxy.tell("mend")
     assert receive(host, other, request_id) == b"patience"
     host.release(other)
