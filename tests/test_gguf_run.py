@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from moeoffload import open_model
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.errors import ServerError
+from moeoffload.kernels.dense import PackedEmbedding
 
 PROMPT = torch.randint(3, 300, (1, 40), generator=torch.manual_seed(5))
 N_NEW = 24
@@ -28,12 +29,14 @@ BOUND = 1e-4
 
 
 def check(path: Path, reference: Any, server: str, transport: str, **options: Any) -> None:
-    """The model in ``path`` gives the logits and the greedy tokens of ``reference``."""
+    """The model in ``path`` gives the logits and greedy tokens of ``reference``; a packed embedding stays packed."""
     with (
         open_model(path, experts=[server], transport=transport, device="cpu", model_dtype="f32", **options) as opened,
         torch.inference_mode(),
     ):
         assert [link.info.transport for link in opened.links] == [transport]
+        stored = opened.checkpoint.dense_tensors()["model.embed_tokens.weight"].packed()
+        assert isinstance(opened.model.get_input_embeddings(), PackedEmbedding) == (stored is not None)
         expected = reference(PROMPT).logits
         difference = (opened.model(PROMPT).logits - expected).abs().max() / expected.abs().max()
         assert difference < BOUND

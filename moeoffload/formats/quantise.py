@@ -56,6 +56,7 @@ def quantise(weights: torch.Tensor, form: PackedFormat) -> tuple[PackedWeights, 
     n_experts, n_out, n_in = weights.shape
     packed = PackedWeights.empty(form, n_experts, n_out, n_in, weights.device)
 
+    @torch.inference_mode()  # as the caller's may be, which belongs to its thread
     def run(expert: int) -> list[float]:
         # Some families store matrices transposed: their rows are strided.
         rows = weights[expert].contiguous()

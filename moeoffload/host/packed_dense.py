@@ -1,4 +1,5 @@
-"""Packs the weights of the host's linear layers on a CPU: kept as they are stored, or packed to 8 or 4 bits."""
+"""Packs the weights of the host's linear layers on a CPU: kept as they are stored, or packed to 8 or 4 bits. A packed
+embedding stays packed."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from moeoffload.config import DenseFormat
 from moeoffload.formats import PackedWeights
 from moeoffload.formats.quantise import FORMATS, quantise
 from moeoffload.host.model import load_dense_model
-from moeoffload.kernels.dense import PackedLinear
+from moeoffload.kernels.dense import PackedEmbedding, PackedLinear
 
 _COMPARED_ROWS: Final = 8
 
@@ -52,9 +53,15 @@ def load_with_packed_linears(checkpoint: Checkpoint, device: torch.device, choic
     parameters = dict(model.named_parameters(remove_duplicate=False))
     packed = {name: each.packed for name, each in kept.items() if each.packed is not None}
     if all(name in parameters and _is_same(each, parameters[name]) for name, each in packed.items()):
+        head = model.get_output_embeddings()
         for name, each in packed.items():
-            if type(model.get_submodule(name.rpartition(".")[0])) is not nn.Linear:
-                parameters[name].data = each.unpack(parameters[name].dtype)[0]
+            place, dtype = name.rpartition(".")[0], parameters[name].dtype
+            module = model.get_submodule(place)
+            is_shared = head is not None and head.weight is parameters[name]
+            if type(module) is nn.Embedding and not is_shared and PackedEmbedding.fits(each, dtype):
+                model.set_submodule(place, PackedEmbedding(each, dtype))
+            elif type(module) is not nn.Linear:
+                parameters[name].data = each.unpack(dtype)[0]
     else:  # transformers changed some weights while it loaded them
         model = load_dense_model(checkpoint, device)
     return model, pack_linears(model, checkpoint, choice, packed)

@@ -142,6 +142,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "moe_operand_bytes": (_Word, _Word),
     "moe_experts": (_Word, _Pointer),
     "moe_linear": (None, _Pointer),
+    "moe_packed_rows": (_Word, _Pointer, _Word, _Word, _Pointer, _Word, _Pointer),
     "moe_attention": (ctypes.c_int, _Pointer),
     "moe_norm": (None, _Pointer),
 }

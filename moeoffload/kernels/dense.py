@@ -18,7 +18,7 @@ from moeoffload import native
 from moeoffload.formats.packed import PackedWeights
 from moeoffload.kernels import calls
 from moeoffload.kernels.calls import COMPUTE_DTYPES, DTYPE_CODES, LinearCall
-from moeoffload.kernels.packing import KernelMatrix, why_not_dtype, why_not_packed
+from moeoffload.kernels.packing import KernelMatrix, describe, why_not_dtype, why_not_packed
 from moeoffload.kernels.threads import parallel_address, threads_for
 
 MAX_ROWS: Final = 16
@@ -159,3 +159,34 @@ class PackedLinear(nn.Module):
     def extra_repr(self) -> str:
         """As `torch.nn.Linear`, with the format added."""
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.weight.format.name}"
+
+
+class PackedEmbedding(nn.Module):
+    """An embedding without gradient whose rows are unpacked when they are looked up.
+
+    Attributes:
+        weight: (1, tokens, dim).
+    """
+
+    def __init__(self, weight: PackedWeights, dtype: torch.dtype) -> None:
+        """``dtype`` is that of the looked-up rows; `fits` must allow it and the weight."""
+        super().__init__()
+        self.weight, self._dtype = weight, dtype
+        self._matrix = describe(weight)
+
+    @staticmethod
+    def fits(weight: PackedWeights, dtype: torch.dtype) -> bool:
+        """Whether the C library unpacks rows of such weights to ``dtype``."""
+        is_in_rows = weight.device.type == "cpu" and not weight.in_tiles and calls.library() is not None
+        return is_in_rows and why_not_packed((weight,)) is None and why_not_dtype(dtype) is None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Maps (...) int64 token ids to (..., dim). Raises IndexError: there is no such token."""
+        ids = ids.contiguous()
+        out = torch.empty((*ids.shape, self.weight.n_in), dtype=self._dtype)
+        matrix, code = ctypes.addressof(self._matrix), DTYPE_CODES[self._dtype]
+        places = ids.data_ptr(), ids.numel(), out.data_ptr()
+        wrong = calls.library().moe_packed_rows(matrix, code, native.cpu_features(), *places)
+        if wrong >= 0:
+            raise IndexError(f"token {ids.flatten()[wrong]} of {self.weight.shape[1]}")
+        return out

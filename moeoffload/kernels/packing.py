@@ -176,7 +176,7 @@ class KernelMatrix:
                 part.lay_tiles()
         elif any(part.in_tiles for part in weights):
             raise ValueError(f"packed weights are in tiles, which are not multiplied in {dtype}")
-        self._parts = (Matrix * len(weights))(*map(_describe, weights))
+        self._parts = (Matrix * len(weights))(*map(describe, weights))
         self.addresses = 0, ctypes.addressof(self._parts)
 
 
@@ -197,7 +197,8 @@ def _is_whole(part: PackedWeights) -> bool:
     return whole and part.scales is not None and part.scales.shape == shape and part.scales.is_contiguous()
 
 
-def _describe(part: PackedWeights) -> Matrix:
+def describe(part: PackedWeights) -> Matrix:
+    """Returns the structure that tells the C library of a part, which must be kept as long as that."""
     form = part.format
     table, zero, unit = integer_levels(form.levels) or ((), _ZEROS.get(form.codes, 0), 1.0)
     kind = _KINDS[form.codes] if part.in_tiles else 0

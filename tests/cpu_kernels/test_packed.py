@@ -18,7 +18,7 @@ from moeoffload import native
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights, Scales
 from moeoffload.kernels import KernelInput, LayerKernels, grouped_experts
-from moeoffload.kernels.dense import PackedLinear
+from moeoffload.kernels.dense import PackedEmbedding, PackedLinear
 from moeoffload.native import Features
 
 from .experts import DTYPES, call, few_row_linear, gated_experts, instruction_sets, random_call, random_rows, threads
@@ -108,6 +108,21 @@ def test_linear_layers(
                 assert torch.equal(result, few_row_linear(x, weight, bias))
             truth = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
             assert (result - truth).abs().max() <= 2**-7 * truth.abs().max()
+
+
+@pytest.mark.parametrize(("features", "form", "dtype"), CASES)
+def test_rows_of_an_embedding(
+    features: Features, form: PackedFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "cpu_features", lambda: features)
+    for n_in in (544, 75):
+        packed = random_packed(form, 1, 33, n_in)
+        assert PackedEmbedding.fits(packed, dtype)
+        embedding, ids = PackedEmbedding(packed, dtype), torch.tensor([[0, 32, 7], [7, 1, 30]])
+        assert torch.equal(embedding(ids), packed.unpack(dtype)[0][ids])
+        for wrong in (-1, 33):
+            with pytest.raises(IndexError, match=f"token {wrong} of 33"):
+                embedding(torch.tensor([3, wrong]))
 
 
 def test_largest_scales_and_not_a_number() -> None:

@@ -59,3 +59,13 @@ void moe_linear(LinearCall *c) {
     c->claimed = c->n_started = 0;
     run_in_threads(c->parallel, c->n_threads, run, c);
 }
+
+// Unpacks rows `ids` of a packed matrix that is not in tiles. Returns -1, or the place of the first id that it lacks.
+int64_t moe_packed_rows(const Matrix *m, int64_t dtype, int64_t features, const int64_t *ids, int64_t n_ids, char *out) {
+    Scales scales;
+    for (int64_t i = 0; i < n_ids; i++, out += m->n_in * bytes_of(dtype)) {
+        if (ids[i] < 0 || ids[i] >= m->n_out) return i;
+        kernels_for(dtype, features)->unpack(m, 0, ids[i], 1, 0, m->n_in, &scales, out, m->n_in, (Ahead){out, 0});
+    }
+    return -1;
+}
