@@ -33,6 +33,7 @@ PAYS: Final = 1.03
 Task = dict[str, Any]
 DECODE: Final[Task] = {"task": "decode", "prompt": 64, "tokens": 16}
 DECODE_LONG: Final[Task] = {"task": "decode", "prompt": 2048, "tokens": 12}
+PREFILL_SHORT: Final[Task] = {"task": "prefill", "prompt": 64}
 PREFILL: Final[Task] = {"task": "prefill", "prompt": 512}
 PREFILL_LONG: Final[Task] = {"task": "prefill", "prompt": 2048}
 HOSTS: Final[Task] = {"task": "hosts", "prompt": 64, "tokens": 8}
@@ -120,6 +121,13 @@ import moeoffload.kernels.calls as c
 c.library()
 ctypes.c_int64.in_dll(c.native_library(), "passes_caches").value = 0
 """
+AS_FOR_ONE_ROW: Final = """
+import ctypes
+import moeoffload.kernels.calls as c
+c.library()
+at = lambda name: ctypes.c_int64.in_dll(c.native_library(), name)
+at("batch_ahead_bytes").value = 2 * at("ahead_bytes").value
+"""
 WHOLE_STEPS: Final = """
 import moeoffload.serve.halves as h
 h.cut = lambda shares: []
@@ -143,6 +151,14 @@ PATHS: Final = (
     ),
     FastPath(
         "weights past the outer caches", ("kernels/cpu/ahead.c",), (DECODE, PREFILL), THROUGH_CACHES, THROUGH_CACHES
+    ),
+    FastPath(
+        "weights prefetched further ahead for several rows",
+        (),
+        (PREFILL_SHORT,),
+        AS_FOR_ONE_ROW,
+        AS_FOR_ONE_ROW,
+        always={"settings": {"expert_format": "int4", "dense_format": "int4"}},
     ),
     FastPath("huge pages", ("huge_pages.py",), (DECODE, PREFILL), NO_HUGE_PAGES, NO_HUGE_PAGES),
     FastPath(

@@ -5,7 +5,7 @@
 
 #include "tiles.h"
 
-int64_t ahead_bytes = FAR_BYTES, passes_caches = 0;
+int64_t ahead_bytes = FAR_BYTES, batch_ahead_bytes = 8192, passes_caches = 0;
 
 #if defined(__x86_64__)
 #include <sys/mman.h>

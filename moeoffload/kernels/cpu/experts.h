@@ -83,8 +83,8 @@ void project_by_matrix_unit(const Product *product);
 enum { ITEM_ROWS = 64 };     // weight rows that a thread claims at a time
 enum { BLOCK_ROWS = 32 };    // weight rows that are multiplied by all operands of an expert while they are in the cache
 enum { NEAR_BYTES = 64, FAR_BYTES = 2048 };
-enum { BATCH_AHEAD_BYTES = 8192 };  // for several rows: they take long enough for a hardware prefetcher to fall behind
 extern int64_t ahead_bytes;  // prefetch distance, one of these two; see ahead.c
+extern int64_t batch_ahead_bytes;  // for several rows: they take long enough for a hardware prefetcher to fall behind
 extern int64_t passes_caches;  // whether weights that are read once leave the outer caches to others; see ahead.c
 
 // Prefetches a line of weights: past the outer caches, or into the second-level cache.

@@ -96,7 +96,7 @@ static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row
             NAME(unpacked)(p, weight_row + w, at_most(UNPACKED_ROWS, n_w - w));                                      \
         const ELEMENT *row =                                                                                         \
             weights ? weights + w * inner : (const ELEMENT *)p->scratch + w % UNPACKED_ROWS * inner;                 \
-        const Ahead far = {(const char *)row + (n > 2 ? BATCH_AHEAD_BYTES : ahead_bytes), NAME(BYTES)};              \
+        const Ahead far = {(const char *)row + (n > 2 ? batch_ahead_bytes : ahead_bytes), NAME(BYTES)};              \
         NAME(products)(1, n, 0, 2, NAME(LINES), &row, x, inner, far, sums + w);                                      \
     }
 // For weights in the cache: TILE_WEIGHTS rows at a time. A pass over one half of the sums reads half an operand, which

@@ -235,11 +235,11 @@ static MultiplyTile *const multiply_integers[][N_SIZES] = {
 #undef OF_KIND
 
 // Chooses what to prefetch while a tile is multiplied by n_x operands: the bytes shortly behind if there is only one set
-// of operands (as far as measured for one, BATCH_AHEAD_BYTES for more), else a share of the tile that is a block of rows (ITEM_ROWS) further on.
+// of operands (as far as measured for one, batch_ahead_bytes for more), else a share of the tile that is a block of rows (ITEM_ROWS) further on.
 INLINE Fetch fetch_of(const Product *p, const uint8_t *tile, int64_t row, int64_t n_x, int64_t turn) {
     int64_t every = 1;
     if (p->last - p->first == 1) return (Fetch){2 * ahead_bytes, every, 0, passes_caches};
-    if (p->last - p->first <= n_x) return (Fetch){BATCH_AHEAD_BYTES, every, 0, false};
+    if (p->last - p->first <= n_x) return (Fetch){batch_ahead_bytes, every, 0, false};
     while (every < 8 && 2 * every * MANY_X <= p->last - p->first) every *= 2;
     const int64_t next = row + ITEM_ROWS;
     const char *from = next < p->to ? row_of_parts(p->parts, p->expert, next) : p->following;
