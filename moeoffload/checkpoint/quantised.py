@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import nn
 
 from moeoffload.checkpoint.convert import Recipe
@@ -14,6 +17,9 @@ from moeoffload.checkpoint.packed_rows import Piece
 from moeoffload.errors import ModelError
 from moeoffload.formats import PackedFormat
 from moeoffload.formats.quantise import quantise
+
+_MOST_THREADS: Final = 8
+"""Each has a group of experts in memory besides the result."""
 
 
 def refuse_packed(path: Path, recipes: Mapping[str, Sequence[Recipe]], name: str) -> None:
@@ -44,13 +50,13 @@ def quantised_experts(
     Sets its attribute ``weight_error``: the RMS error of the weights, divided by their RMS.
     """
     about: Any = module
-    wrong = total = 0.0
-    start = 0
-    for group in groups:
-        stored = read(group)
-        places = slice(start, start + len(group))
-        start = places.stop
-        for name, values in stored.named_parameters():
+    ends = list(itertools.accumulate(map(len, groups)))
+
+    @torch.inference_mode()  # as the caller's may be, which belongs to its thread
+    def fill(group: Sequence[int], end: int) -> tuple[float, float]:
+        wrong = total = 0.0
+        places = slice(end - len(group), end)
+        for name, values in read(group).named_parameters():
             room = getattr(about, name, None) if "." not in name else None
             if not isinstance(room, tuple):
                 target = module.get_parameter(name)
@@ -61,5 +67,9 @@ def quantised_experts(
             for number in range(len(group)):
                 room[0].put(places.start + number, packed.one(number))
             wrong, total = wrong + some_wrong, total + some_total
+        return wrong, total
+
+    with ThreadPoolExecutor(min(torch.get_num_threads(), _MOST_THREADS)) as pool:
+        wrong, total = map(sum, zip(*pool.map(fill, groups, ends), strict=True))
     about.weight_error = (wrong / total) ** 0.5 if total else 0.0
     return module

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import torch
@@ -56,8 +55,8 @@ def quantise(weights: torch.Tensor, form: PackedFormat) -> tuple[PackedWeights, 
     n_experts, n_out, n_in = weights.shape
     packed = PackedWeights.empty(form, n_experts, n_out, n_in, weights.device)
 
-    @torch.inference_mode()  # as the caller's may be, which belongs to its thread
-    def run(expert: int) -> list[float]:
+    sums = (ctypes.c_double * 2)()
+    for expert in range(n_experts):
         # Some families store matrices transposed: their rows are strided.
         rows = weights[expert].contiguous()
         rows = rows if rows.dtype is torch.bfloat16 else rows.float()
@@ -70,13 +69,8 @@ def quantise(weights: torch.Tensor, form: PackedFormat) -> tuple[PackedWeights, 
         scales = _fill_scales(packed, expert, largest)
         inverses = torch.where(scales != 0, 1 / scales, 0)
         job.scales, job.inverses = scales.data_ptr(), inverses.data_ptr()
-        sums = (ctypes.c_double * 2)()
         library.moe_quantise(ctypes.byref(job), sums)
-        return list(sums)
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        wrong, total = (sum(each) for each in zip(*pool.map(run, range(n_experts)), strict=True))
-    return packed, wrong, total
+    return packed, *sums
 
 
 def _fill_scales(packed: PackedWeights, expert: int, largest: torch.Tensor) -> torch.Tensor:
