@@ -88,7 +88,8 @@ def steps(runner: ModelRunner) -> list[list[Share]]:
     return [prompts, answers]
 
 
-def test_halves_have_the_logits_of_the_same_parts_one_after_the_other(offloaded: OffloadedModel) -> None:
+def check_logits(offloaded: OffloadedModel) -> None:
+    """Halves have the logits of the same parts one after the other."""
     with runner_of(offloaded) as (runner, halves):
         found, expected = [], []
         for shares in steps(runner):
@@ -97,6 +98,16 @@ def test_halves_have_the_logits_of_the_same_parts_one_after_the_other(offloaded:
             expected.append(torch.cat([runner.forward(part) for part in cut(shares)]))
         assert [len(logits) for logits in found] == [3, 4]
         assert all(map(torch.equal, found, expected))
+
+
+def test_halves_have_the_logits_of_the_same_parts_one_after_the_other(offloaded: OffloadedModel) -> None:
+    check_logits(offloaded)
+
+
+def test_halves_need_no_second_slot(three_servers: list[str]) -> None:
+    """The second one waits for the first one's, which must come back without the turn."""
+    with open_model(DEMO, experts=three_servers[:2], slots=1, device="cpu", dispatch_timeout_s=SOON_S) as offloaded:
+        check_logits(offloaded)
 
 
 def test_figures_of_a_step_in_halves_are_those_of_one_pass(offloaded: OffloadedModel) -> None:
