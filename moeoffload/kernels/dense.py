@@ -181,8 +181,8 @@ class PackedEmbedding(nn.Module):
         return is_in_rows and why_not_packed((weight,)) is None and why_not_dtype(dtype) is None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Maps (...) int64 token ids to (..., dim). Raises IndexError: there is no such token."""
-        ids = ids.contiguous()
+        """Maps (...) token ids, int64 or int32, to (..., dim). Raises IndexError: there is no such token."""
+        ids = ids.long().contiguous()
         out = torch.empty((*ids.shape, self.weight.n_in), dtype=self._dtype)
         matrix, code = ctypes.addressof(self._matrix), DTYPE_CODES[self._dtype]
         places = ids.data_ptr(), ids.numel(), out.data_ptr()

@@ -119,7 +119,8 @@ def test_rows_of_an_embedding(
         packed = random_packed(form, 1, 33, n_in)
         assert PackedEmbedding.fits(packed, dtype)
         embedding, ids = PackedEmbedding(packed, dtype), torch.tensor([[0, 32, 7], [7, 1, 30]])
-        assert torch.equal(embedding(ids), packed.unpack(dtype)[0][ids])
+        for given in (ids, ids.int(), ids.t().contiguous().t()):
+            assert torch.equal(embedding(given), packed.unpack(dtype)[0][ids])
         for wrong in (-1, 33):
             with pytest.raises(IndexError, match=f"token {wrong} of 33"):
                 embedding(torch.tensor([3, wrong]))
