@@ -96,3 +96,11 @@ def check_hub_id(model: str, revision: str | None) -> None:
             case _:
                 reason = f"the hub cannot be reached: {one_line(first_line(error))}"
         raise ModelError(f"{missing} {reason}") from error
+
+
+def short_name(model: str | Path) -> str:
+    """Returns how clients call a model by default: the name of its folder or GGUF file, or its hub id."""
+    path = Path(model).expanduser()
+    if path.suffix == WEIGHTS_SUFFIX:
+        path = path.parent
+    return path.resolve().name if path.exists() else str(model)

@@ -114,7 +114,7 @@ def with_figures(snapshots: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Told:
-    """What a host tells whoever looks: each look gets the next snapshot, later ones the last."""
+    """Answers each request for a snapshot with the next one, and later requests with the last."""
 
     def __init__(self, snapshots: list[dict[str, Any]]) -> None:
         self.snapshots, self.asked = snapshots, 0

@@ -99,8 +99,9 @@ class CopyBuffers:
 
     def _begin(self, device: torch.device) -> None:
         """Makes copies wait for the work queued on the device so far, which may still use the destination memory."""
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-        stream.wait_stream(torch.cuda.current_stream(device))
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        self._streams[device].wait_stream(torch.cuda.current_stream(device))
 
     def _start(self, pairs: Iterable[Pair], device: torch.device) -> Callable[[], object]:
         """Starts the copies; returns a function that waits for them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +11,7 @@ from moeoffload.cli.display import Display
 from moeoffload.cli.opening import open_with_progress, write_report
 from moeoffload.cli.options import ModelName, Revision, with_settings
 from moeoffload.config import ServeSettings, bracketed
+from moeoffload.model_name import short_name
 
 EXIT_GAVE_UP = 1  # some requests did not finish before the stop
 
@@ -44,7 +44,7 @@ def serve(
         from moeoffload.serve.server import HttpServer
         from moeoffload.serve.snapshot import Snapshots
 
-        name = settings.served_model_name or _model_name(model)
+        name = settings.served_model_name or short_name(model)
         scheme = "https" if settings.http_tls_cert is not None else "http"
         url = f"{scheme}://{bracketed(settings.bind)}:{listener.getsockname()[1]}/v1"
         with (
@@ -58,11 +58,3 @@ def serve(
             write_report(offloaded.report(), settings)
     if not server.finished_all:
         raise typer.Exit(EXIT_GAVE_UP)
-
-
-def _model_name(reference: str) -> str:
-    """The default name of a model for clients: the name of its folder, or its hub id."""
-    folder = Path(reference).expanduser()
-    if folder.suffix == ".safetensors":
-        folder = folder.parent
-    return folder.resolve().name if folder.exists() else reference

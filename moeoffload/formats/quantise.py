@@ -17,6 +17,7 @@ from moeoffload.native import native_library
 GROUP: Final = 32
 BLOCK: Final = 128
 _KINDS: Final = ("int8", "int4", "mxfp4", "fp8")
+"""In the order of the constants in ``quantise.c``."""
 _LARGEST_FP8: Final = 448.0
 _LEAST_SCALE: Final = 2.0**-24
 """The smallest positive float16; a group whose scale is below it becomes zeros."""
@@ -54,7 +55,6 @@ def quantise(weights: torch.Tensor, form: PackedFormat) -> tuple[PackedWeights, 
     library = _library()
     n_experts, n_out, n_in = weights.shape
     packed = PackedWeights.empty(form, n_experts, n_out, n_in, weights.device)
-
     sums = (ctypes.c_double * 2)()
     for expert in range(n_experts):
         # Some families store matrices transposed: their rows are strided.

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -21,6 +20,7 @@ from moeoffload.errors import MoeOffloadError
 from moeoffload.host.recorder import CallCounters, LayerTimes, add_counters
 from moeoffload.host.session import OffloadedModel
 from moeoffload.host.shard import Shard
+from moeoffload.model_name import short_name
 from moeoffload.serve.figures import History, figures
 from moeoffload.serve.stats import ServingStats
 
@@ -114,9 +114,9 @@ class Snapshots:
 
 
 def _model(offloaded: OffloadedModel) -> dict[str, Any]:
-    checkpoint, reference = offloaded.checkpoint, Path(offloaded.reference)
+    checkpoint = offloaded.checkpoint
     return {
-        "name": reference.resolve().name if reference.exists() else offloaded.reference,
+        "name": short_name(offloaded.reference),
         "type": checkpoint.model_type,
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "layers": len(checkpoint.layers),

@@ -58,10 +58,8 @@ class FrameSocket:
         # Not IMMEDIATE: it would drop messages that have arrived but were not read when the connection breaks.
         for option, value in (
             (zmq.LINGER, 0),
-            (
-                zmq.MAXMSGSIZE,
-                PIECE_BYTES + _SEAL_BYTES * encrypted,
-            ),  # a peer that sends more is disconnected before anything is allocated
+            # A peer that sends more is disconnected before anything is allocated.
+            (zmq.MAXMSGSIZE, PIECE_BYTES + _SEAL_BYTES * encrypted),
             (zmq.SNDHWM, n_queued_out),
             (zmq.RCVHWM, _QUEUED_IN),
             (zmq.IPV6, 1),

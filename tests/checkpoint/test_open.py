@@ -16,6 +16,7 @@ from synthetic import Layout, geometry_config, tiny_config, write_checkpoint, wr
 
 from moeoffload.checkpoint import Checkpoint, ExpertLayer
 from moeoffload.errors import ModelError
+from moeoffload.model_name import short_name
 
 from .conftest import CPU, reference_model, rewrite
 
@@ -184,3 +185,17 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         tiny_config("gpt2")
     with pytest.raises(ModelError, match="no such geometry; there are qwen3-30b-a3b"):
         geometry_config("gpt2")
+
+
+def test_the_name_for_clients_is_that_of_the_folder_or_file_wherever_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    for name in ("mine/model.safetensors", "mine.gguf"):
+        (tmp_path / name).touch()
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    for reference in ("~/mine", tmp_path / "mine", "~/link", "~/mine/model.safetensors"):
+        assert short_name(reference) == "mine"
+    assert short_name("~/mine.gguf") == "mine.gguf"
+    assert short_name("Qwen/Qwen3-30B-A3B") == "Qwen/Qwen3-30B-A3B"
