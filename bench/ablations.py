@@ -176,6 +176,13 @@ PATHS: Final = (
         like="qwen1.5-moe-a2.7b",
     ),
     FastPath(
+        "attention of few rows in one call",
+        ("kernels/fused_attention.py", "kernels/cpu/fused_attention.c", "kernels/cpu/rotary_rows.h"),
+        (DECODE,),
+        no_dense("fuse_attention"),
+        always={"settings": {"expert_format": "int4", "dense_format": "int4"}},
+    ),
+    FastPath(
         "own norms",
         ("kernels/norm.py", "kernels/cpu/norm*"),
         (DECODE,),

@@ -97,6 +97,36 @@ class LinearCall(ctypes.Structure):
     )
 
 
+class Projection(ctypes.Structure):
+    """A linear layer of attention, and the norm of its results if there is one."""
+
+    _fields_ = (
+        *((name, _Pointer) for name in ("weight", "parts", "bias", "norm")),
+        *((name, _Word) for name in ("n_in", "n_out", "norm_dim", "norm_kind")),
+        ("epsilon", ctypes.c_double),
+    )
+
+
+class FusedLayer(ctypes.Structure):
+    """What is the same for all calls of an attention layer: projections to queries, keys, values and output."""
+
+    _fields_ = (*((name, _Word) for name in ("dtype", "features", "dim")), ("linears", Projection * 4))
+
+
+class FusedCall(ctypes.Structure):
+    """One call of an attention layer."""
+
+    _fields_ = (
+        *((name, _Pointer) for name in ("layer", "rows", "cos", "sin", "query", "key", "value", "out")),
+        *((name, _Word) for name in ("n_rows", "rotary")),
+        *((name, _Pointer) for name in ("keys", "values", "attended")),
+        *((name, _Word) for name in ("n_kept", "room")),
+        ("scale", ctypes.c_double),
+        *((name, _Word) for name in ("n_threads", "attention_threads")),
+        *((name, _Pointer) for name in ("parallel", "operands", "scratch")),
+    )
+
+
 _CPU_FIELDS: Final = (("features", _Word), ("parallel", _Pointer), ("n_threads", _Word))
 
 
@@ -142,6 +172,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "moe_operand_bytes": (_Word, _Word),
     "moe_experts": (_Word, _Pointer),
     "moe_linear": (None, _Pointer),
+    "moe_fused_attention": (ctypes.c_int, _Pointer),
     "moe_packed_rows": (_Word, _Pointer, _Word, _Word, _Pointer, _Word, _Pointer),
     "moe_attention": (ctypes.c_int, _Pointer),
     "moe_norm": (None, _Pointer),

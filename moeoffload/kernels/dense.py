@@ -17,7 +17,7 @@ from torch import nn
 from moeoffload import native
 from moeoffload.formats.packed import PackedWeights
 from moeoffload.kernels import calls
-from moeoffload.kernels.calls import COMPUTE_DTYPES, DTYPE_CODES, LinearCall
+from moeoffload.kernels.calls import COMPUTE_DTYPES, DTYPE_CODES, FusedCall, LinearCall
 from moeoffload.kernels.packing import KernelMatrix, describe, why_not_dtype, why_not_packed
 from moeoffload.kernels.threads import parallel_address, threads_for
 
@@ -25,17 +25,32 @@ MAX_ROWS: Final = 16
 """Calls of more rows go to torch."""
 
 
-class _Thread(threading.local):
-    """A thread's call structure, and its buffers for operands and unpacked weights."""
+class ThreadBuffers(threading.local):
+    """A thread's call structures, and its buffers for operands and unpacked weights; they grow as calls need them."""
 
     def __init__(self) -> None:
-        self.call = LinearCall()
-        self.address = ctypes.addressof(self.call)
+        self.linear, self.attention = LinearCall(), FusedCall()
+        self.linear_address, self.attention_address = map(ctypes.addressof, (self.linear, self.attention))
         self.operands = torch.empty(0, dtype=torch.uint8)
         self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.between = torch.empty(0, dtype=torch.uint8)
+
+    def room_for(self, n_bytes: int) -> int:
+        """Returns the address of memory for what is computed between two steps of a call."""
+        if self.between.numel() < n_bytes:
+            self.between = torch.empty(n_bytes, dtype=torch.uint8)
+        return self.between.data_ptr()
+
+    def fill(self, call: LinearCall | FusedCall, row_bytes: int, n_rows: int, scratch_bytes: int) -> None:
+        """Sets a call's buffers: for the operands of ``n_rows`` rows, and for scratch if it needs any."""
+        if self.operands.numel() < n_rows * row_bytes:
+            self.operands = torch.empty(max(n_rows, MAX_ROWS) * row_bytes, dtype=torch.uint8)
+        if self.scratch.numel() < scratch_bytes:
+            self.scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
+        call.operands, call.scratch = self.operands.data_ptr(), self.scratch.data_ptr()
 
 
-_thread = _Thread()
+buffers: Final = ThreadBuffers()
 
 
 def _product(
@@ -48,25 +63,18 @@ def _product(
     out = torch.empty((*x.shape[:-1], n_out), dtype=dtype)
     if not n_rows:
         return out
-    thread = _thread
-    call, library = thread.call, calls.library()
+    thread = buffers
+    call, library = thread.linear, calls.library()
     call.dtype, call.features = DTYPE_CODES[dtype], native.cpu_features()
-    n_bytes = n_rows * library.moe_operand_bytes(n_in)
-    if thread.operands.numel() < n_bytes:
-        thread.operands = torch.empty(max(n_bytes, n_bytes // n_rows * MAX_ROWS), dtype=torch.uint8)
-        call.operands = thread.operands.data_ptr()
     call.weight, call.parts = addresses
     call.bias = 0 if bias is None else bias.data_ptr()
     call.rows, call.out = x.data_ptr(), out.data_ptr()
     call.n_in, call.n_out, call.n_rows = n_in, n_out, n_rows
     call.n_threads = n_threads = threads_for(weight_bytes)
-    if call.parts:
-        n_bytes = n_threads * library.moe_scratch_bytes(call.dtype, n_in)
-        if thread.scratch.numel() < n_bytes:
-            thread.scratch = torch.empty(n_bytes, dtype=torch.uint8)
-            call.scratch = thread.scratch.data_ptr()
-    call.parallel = parallel_address() if call.n_threads > 1 else 0
-    library.moe_linear(thread.address)
+    scratch_bytes = n_threads * library.moe_scratch_bytes(call.dtype, n_in) if call.parts else 0
+    thread.fill(call, library.moe_operand_bytes(n_in), n_rows, scratch_bytes)
+    call.parallel = parallel_address() if n_threads > 1 else 0
+    library.moe_linear(thread.linear_address)
     return out
 
 
@@ -148,13 +156,19 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps (..., in) of a compute dtype to (..., out) of the same dtype."""
-        no_kernel = why_not_dtype(x.dtype) or (self.weight.in_tiles and x.dtype is torch.float32)
-        if self.falls_back or x.shape[-1] != self.in_features or no_kernel or not x.is_cpu:
+        matrix = self.matrix(x.dtype)
+        if matrix is None or x.shape[-1] != self.in_features or not x.is_cpu:
             return nn.functional.linear(x, self.weight.unpack(x.dtype)[0], self.bias)
-        matrix = self._matrices.get(x.dtype)
-        if matrix is None:
-            matrix = self._matrices[x.dtype] = KernelMatrix((self.weight,), x.dtype)
         return _product(x, matrix.addresses, self.out_features, matrix.nbytes, self.bias)
+
+    def matrix(self, dtype: torch.dtype) -> KernelMatrix | None:
+        """Returns the weights for the C kernels; None if these do not compute in ``dtype``."""
+        if self.falls_back or why_not_dtype(dtype) or (self.weight.in_tiles and dtype is torch.float32):
+            return None
+        matrix = self._matrices.get(dtype)
+        if matrix is None:
+            matrix = self._matrices[dtype] = KernelMatrix((self.weight,), dtype)
+        return matrix
 
     def extra_repr(self) -> str:
         """As `torch.nn.Linear`, with the format added."""

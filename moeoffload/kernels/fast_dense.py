@@ -6,6 +6,7 @@ from torch import nn
 
 from moeoffload.kernels import calls
 from moeoffload.kernels.dense import accelerate_linears
+from moeoffload.kernels.fused_attention import fuse_attention
 from moeoffload.kernels.growing_cache import accelerate_cache
 from moeoffload.kernels.norm import accelerate_norms
 from moeoffload.kernels.sdpa import accelerate_attention
@@ -22,5 +23,6 @@ def accelerate_dense(model: nn.Module) -> None:
         return
     accelerate_linears(model)
     accelerate_norms(model)
+    fuse_attention(model)
     accelerate_attention(model)
     accelerate_cache(model)

@@ -37,11 +37,33 @@ class GrowingLayer(DynamicLayer):
         ):
             both: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return both
-        kept = self.buffers or (keys, values)
-        self.buffers = _append(kept[0], keys, key_states), _append(kept[1], values, value_states)
-        n_tokens = keys.shape[2] + key_states.shape[2]
-        self.keys, self.values = (buffer[:, :, :n_tokens] for buffer in self.buffers)
+        n_kept = self.grow(key_states.shape[2])
+        self.keys[:, :, n_kept:] = key_states
+        self.values[:, :, n_kept:] = value_states
         return self.keys, self.values
+
+    def holds(self, shape: tuple[int, int, int], dtype: torch.dtype) -> bool:
+        """Whether there are keys and values, both (batch, heads, any tokens, dim), of this shape and dtype."""
+        if not self.is_initialized:
+            return False
+        keys, values = self.keys, self.values
+        return (
+            keys.is_cpu
+            and keys.ndim == 4
+            and keys.dtype is dtype
+            and values.dtype is dtype
+            and (keys.shape[0], keys.shape[1], keys.shape[3]) == shape
+            and values.shape == keys.shape
+        )
+
+    def grow(self, n_new: int) -> int:
+        """Makes keys and values ``n_new`` tokens longer, which the caller writes; returns how many there were."""
+        keys, values = self.keys, self.values
+        n_kept = keys.shape[2]
+        kept = self.buffers or (keys, values)
+        self.buffers = _with_room(kept[0], keys, n_new), _with_room(kept[1], values, n_new)
+        self.keys, self.values = (buffer.narrow(2, 0, n_kept + n_new) for buffer in self.buffers)
+        return n_kept
 
     def reset(self) -> None:
         """See `DynamicLayer`."""
@@ -60,10 +82,9 @@ def _fits(kept: torch.Tensor, new: torch.Tensor) -> bool:
     )
 
 
-def _append(buffer: torch.Tensor, kept: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Writes ``new`` (batch, heads, tokens, dim) after ``kept`` into the buffer, or a new one if ``kept`` is not its
-    beginning or there is no room; returns the buffer."""
-    n_kept, n_new = kept.shape[2], new.shape[2]
+def _with_room(buffer: torch.Tensor, kept: torch.Tensor, n_new: int) -> torch.Tensor:
+    """Returns the buffer if it begins with ``kept`` (batch, heads, tokens, dim) and has room for more; or a new one."""
+    n_kept = kept.shape[2]
     is_beginning = kept.data_ptr() == buffer.data_ptr() and kept.stride() == buffer.stride()
     if not is_beginning or kept.shape[:2] != buffer.shape[:2] or n_kept + n_new > buffer.shape[2]:
         room = max(_LEAST_ROOM, n_kept // 8)
@@ -72,7 +93,6 @@ def _append(buffer: torch.Tensor, kept: torch.Tensor, new: torch.Tensor) -> torc
         with torch.inference_mode(False):
             buffer = torch.empty((batch, heads, n_kept + n_new + room, dim), dtype=kept.dtype)
         buffer[:, :, :n_kept] = kept
-    buffer[:, :, n_kept : n_kept + n_new] = new
     return buffer
 
 

@@ -64,6 +64,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, kind: NormKi
 class FusedNorm(nn.Module):
     """Mixin for a norm's class; calls that class's own ``forward`` where the fused norm does not apply."""
 
+    weight: nn.Parameter
     fused_epsilon: float
     fused_kind: NormKind
 

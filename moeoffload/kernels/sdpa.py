@@ -30,6 +30,11 @@ _modules: WeakSet[nn.Module] = WeakSet()
 """All modules of the models for which `accelerate_attention` was called."""
 
 
+def is_plain(module: nn.Module, dropout: float = 0.0, **kwargs: Any) -> bool:
+    """Whether `attention` of this module and these arguments is what `cpu_attention` computes."""
+    return module in _modules and dropout == 0.0 and all(kwargs.get(name) is None for name in _OTHER)
+
+
 def attention_if_fast(
     module: nn.Module,
     query: torch.Tensor,
@@ -48,9 +53,7 @@ def attention_if_fast(
     compute."""
     if (
         torch.compiler.is_compiling()
-        or module not in _modules
-        or dropout != 0.0
-        or any(kwargs.get(name) is not None for name in _OTHER)
+        or not is_plain(module, dropout, **kwargs)
         or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
         or query.shape[1] != key.shape[1] * getattr(module, "num_key_value_groups", 1)
     ):
@@ -67,7 +70,7 @@ def attention_if_fast(
     return cpu_attention(query, key, value, attention_mask, scale=scaling, is_causal=causal, pages=pages)
 
 
-def _attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+def attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """Called by transformers; see its ``sdpa_attention_forward``."""
     out = attention_if_fast(*args, **kwargs)
     if out is not None:
@@ -85,4 +88,4 @@ def accelerate_attention(model: nn.Module) -> None:
     configs = (getattr(module, "config", None) for module in model.modules())
     if any(getattr(config, "_attn_implementation", None) == _NAME for config in configs):
         _modules.update(model.modules())
-        AttentionInterface.register(_NAME, _attention)
+        AttentionInterface.register(_NAME, attention)

@@ -296,14 +296,14 @@ def test_calls_that_mean_more_are_transformers_own(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sdpa, "sdpa_attention_forward", lambda *args, **kwargs: "theirs")
     query, key = torch.randn(1, 4, 2, 16).bfloat16(), torch.randn(1, 2, 9, 16).bfloat16()
     arguments = (module, query, key, key, None)
-    assert sdpa._attention(*arguments, sliding_window=3, position_ids=query)[0].shape == (1, 2, 4, 16)
+    assert sdpa.attention(*arguments, sliding_window=3, position_ids=query)[0].shape == (1, 2, 4, 16)
     for more in (
         {"dropout": 0.1}, {"s_aux": query}, {"softcap": 3.0}, {"position_bias": query},
         {"cache": object()},
     ):  # fmt: skip
-        assert sdpa._attention(*arguments, **more) == "theirs"
-    assert sdpa._attention(module, query.clone().requires_grad_(), key, key, None) == "theirs"
-    assert sdpa._attention(module, query[:, :2], key, key, None) == "theirs"
+        assert sdpa.attention(*arguments, **more) == "theirs"
+    assert sdpa.attention(module, query.clone().requires_grad_(), key, key, None) == "theirs"
+    assert sdpa.attention(module, query[:, :2], key, key, None) == "theirs"
 
 
 def test_queries_at_the_beginning_of_a_longer_cache_are_causal() -> None:
@@ -314,7 +314,7 @@ def test_queries_at_the_beginning_of_a_longer_cache_are_causal() -> None:
         arguments = (module, query, key, key, None)
         for causal in (None, False):
             theirs = sdpa_attention_forward(*arguments, is_causal=causal)[0]
-            assert torch.allclose(sdpa._attention(*arguments, is_causal=causal)[0], theirs, atol=0.03)
+            assert torch.allclose(sdpa.attention(*arguments, is_causal=causal)[0], theirs, atol=0.03)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

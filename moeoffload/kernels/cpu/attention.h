@@ -59,6 +59,13 @@ struct norm {
     double epsilon;             // added to the mean of the squares
 };
 
+// Turns pairs of elements of every head, in place; bfloat16 or float16.
+struct rotary {
+    int64_t type, n_rows, heads, dim, width;  // the first `width` elements of a head are turned
+    char *rows;                               // (n_rows, heads, dim)
+    const char *cos, *sin;                    // (n_rows, width)
+};
+
 void attend_portable(const struct item *item, char *scratch);
 void attend_avx2(const struct item *item, char *scratch);
 void attend_avx512(const struct item *item, char *scratch);
@@ -67,3 +74,8 @@ void attend_many(const struct item *item, char *scratch);
 void norm_portable(const struct norm *call, int64_t first, int64_t end);
 void norm_avx2(const struct norm *call, int64_t first, int64_t end);
 void norm_avx512(const struct norm *call, int64_t first, int64_t end);
+void rotate_portable(const struct rotary *call);
+void rotate_avx2(const struct rotary *call);
+void rotate_avx512(const struct rotary *call);
+void moe_norm(const struct norm *call);
+int moe_attention(const struct attention *call);

@@ -15,6 +15,7 @@
 #define SET(name) name##_avx512
 #include "attention_few.h"
 #include "norm_rows.h"
+#include "rotary_rows.h"
 
 const Kernels *const avx512_kernels[N_TYPES] = {&kernels_bf16, &kernels_f16, &kernels_f32};
 

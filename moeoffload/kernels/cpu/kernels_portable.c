@@ -16,5 +16,6 @@
 #define SET(name) name##_portable
 #include "attention_few.h"
 #include "norm_rows.h"
+#include "rotary_rows.h"
 
 const Kernels *const portable_kernels[N_TYPES] = {&kernels_bf16, &kernels_f16, &kernels_f32};

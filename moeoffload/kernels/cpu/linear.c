@@ -1,20 +1,6 @@
 // A linear layer for few rows: the experts' kernels with one matrix. The bias is added in float32.
 
-#include "tiles.h"
-
-typedef struct {
-    int64_t dtype, features;
-    const char *weight;  // (n_out, n_in); NULL: packed
-    const Matrix *parts;
-    const char *bias;    // (n_out), or NULL
-    const char *rows;    // (n_rows, n_in)
-    char *out;           // (n_rows, n_out)
-    int64_t n_in, n_out, n_rows, n_threads;
-    Parallel parallel;
-    char *operands;  // moe_operand_bytes(n_in) bytes for each row
-    char *scratch;   // (n_threads, scratch_bytes()) for packed weights
-    _Atomic int64_t claimed, n_started;
-} LinearCall;
+#include "linear.h"
 
 // For sizing buffers: the most bytes of an operand of n elements, whichever kernels compute; and the bytes that a thread
 // needs to unpack rows of n weights.
@@ -34,10 +20,7 @@ static Product product_of(const LinearCall *c) {
     return p;
 }
 
-// Claims and computes blocks of weight rows in one thread until none are left.
-static void run(void *argument) {
-    LinearCall *c = argument;
-    const int64_t thread = atomic_fetch_add_explicit(&c->n_started, 1, memory_order_relaxed);
+void compute_linear(LinearCall *c, int64_t thread) {
     Product product = product_of(c);
     if (c->parts) product.scratch = c->scratch + thread * scratch_bytes(c->dtype, c->n_in);
     const int64_t item_rows = c->n_threads > 1 ? ITEM_ROWS : c->n_out;
@@ -49,15 +32,24 @@ static void run(void *argument) {
     }
 }
 
-// Computes a call: converts the rows to operands in the calling thread, then multiplies in n_threads threads.
-void moe_linear(LinearCall *c) {
+void prepare_linear(LinearCall *c) {
     const Product product = product_of(c);
     const int64_t row_bytes = c->n_in * bytes_of(c->dtype);
     if (product.by_matrix_unit) pack_operands(&product, c->operands);
     for (int64_t row = 0; row < c->n_rows && !product.by_matrix_unit; row++)
         prepare_operand(&product, c->rows + row * row_bytes, c->operands + row * product.stride);
     c->claimed = c->n_started = 0;
-    run_in_threads(c->parallel, c->n_threads, run, c);
+}
+
+static void work(void *argument) {
+    LinearCall *c = argument;
+    compute_linear(c, atomic_fetch_add_explicit(&c->n_started, 1, memory_order_relaxed));
+}
+
+// Computes a call: converts the rows to operands in the calling thread, then multiplies in n_threads threads.
+void moe_linear(LinearCall *c) {
+    prepare_linear(c);
+    run_in_threads(c->parallel, c->n_threads, work, c);
 }
 
 // Unpacks rows `ids` of a packed matrix that is not in tiles. Returns -1, or the place of the first id that it lacks.
