@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from moeoffload.cli.imports import quick_imports
-from moeoffload.cli.options import version_option, with_settings
+from moeoffload.cli.options import Command, version_option, with_settings
 from moeoffload.cli.signals import leave_at_once_on_ctrl_c
 from moeoffload.config import ExpertServerSettings
 from moeoffload.logs import log_to
@@ -25,7 +25,7 @@ from moeoffload.model_name import check_hub_id, named_path
 app = typer.Typer(pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(cls=Command)
 @with_settings(ExpertServerSettings)
 def serve(
     settings: ExpertServerSettings,
