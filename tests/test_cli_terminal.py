@@ -22,6 +22,7 @@ from moeoffload.host.session import OffloadedModel, open_model
 
 OPTIONS = ("--device", "cpu", "--threads", "1")
 BAR_GOES = "\x1b[2K"
+ESCAPE = r"\x1b\[[0-9;?]*[A-Za-z]"
 
 
 def test_every_step_is_shown_and_log_lines_stay_whole() -> None:
@@ -41,6 +42,33 @@ def test_every_step_is_shown_and_log_lines_stay_whole() -> None:
         # Alone in its line, once what the bar wrote there has been erased, and not wrapped to the terminal's width.
         assert line.rpartition(BAR_GOES)[2].startswith("INFO moeoffload."), repr(line)
     assert any(len(line.rpartition(BAR_GOES)[2]) > 70 for line in logged)
+    bars = [re.sub(ESCAPE, "", line) for line in re.split(r"[\r\n]+", terminal.shown) if "━" in line]
+    assert bars
+    assert max(map(len, bars)) <= 70 - len("^C"), "a bar with this after it would wrap, and could not be erased"
+
+
+@pytest.mark.parametrize("quiet", [(), ("--quiet",)])
+def test_tokens_are_counted_on_the_terminal_while_the_answer_goes_to_a_file(
+    server: RunningServer, tmp_path: Path, quiet: tuple[str, ...]
+) -> None:
+    out = tmp_path / "answer.txt"
+    words = ("run", DEMO, "--prompt", TASKS[0], *options(server, *quiet))
+    with Terminal("moeoffload", *words, stdout=out) as terminal:
+        code, _ = terminal.end()
+    assert (code, out.read_text()) == (0, f"{ANSWERS[0]}\n"), terminal.shown
+    # Frames overwrite each other: what is shown last before the line of figures is the whole count.
+    counts = re.findall(r"answer.* ([0-9]+) tokens", terminal.shown)
+    assert counts[-1:] == ([] if quiet else ["4"])
+    if not quiet:
+        assert re.search(r"\x1b\[2K[^\n]*4 tokens · ", terminal.shown), "the count is erased before the figures"
+
+
+def test_no_tokens_are_counted_between_the_words_of_an_answer(server: RunningServer) -> None:
+    with Terminal("moeoffload", "run", DEMO, "--prompt", TASKS[0], *options(server)) as terminal:
+        code, _ = terminal.end()
+    assert code == 0
+    assert f"{ANSWERS[0]}\r\n" in terminal.shown
+    assert not re.search(r"answer.* [0-9]+ tokens", terminal.shown)
 
 
 def test_ctrl_c_in_the_first_second_is_one_line() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -17,13 +21,32 @@ from moeoffload.text import one_line
 
 if TYPE_CHECKING:
     from moeoffload.host.attach import OnProgress
-    from moeoffload.host.generate import Answer
+    from moeoffload.host.generate import Answer, Watch
     from moeoffload.host.session import OffloadedModel
 
 _LOG_FORMAT: Final = "%(levelname)s %(name)s: %(message)s"
 _MIB: Final = 1 << 20
 _WIDTH: Final = 100  # characters of the newest log line that are shown
 _NAMED_SERVERS: Final = 3  # in the line after an answer; if there are more, only their number is shown
+_ECHO: Final = (
+    2  # columns of the ^C that a terminal writes after a temporary line, which could not be erased if wrapped
+)
+
+
+class TemporaryLines(Progress):
+    """Lines of progress with room for the echo of Ctrl-C."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """See `Progress`."""
+        yield from map(_Narrower, super().get_renderables())
+
+
+@dataclass(frozen=True)
+class _Narrower:
+    content: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from console.render(self.content, options.update_width(max(1, options.max_width - _ECHO)))
 
 
 class Display:
@@ -72,17 +95,29 @@ class Display:
                 yield on_progress
 
     @contextmanager
-    def reading(self) -> Iterator[Callable[[float, int], None]]:
-        """Yields a function that shows how many tokens of a prompt are computed; see `Watch.on_prompt`."""
+    def answering(self, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Watch]:
+        """Yields a watch that shows how many tokens of a prompt are computed, and then how many the answer has unless
+        its text may be seen itself."""
+        from moeoffload.host.generate import Watch
+
+        is_seen = self._hidden or _may_be_on_a_terminal(sys.stdout)
         with self._lines() as lines:
-            prompt = lines.add_task("prompt", total=None, count="")
+            task = lines.add_task("prompt", total=None, count="")
 
             def on_prompt(done: float, total: int) -> None:
-                lines.update(prompt, completed=done, total=total, count=f"{done:,.0f} of {total:,} tokens")
-                if done >= total:
+                nonlocal task
+                lines.update(task, completed=done, total=total, count=f"{done:,.0f} of {total:,} tokens")
+                if done < total:
+                    return
+                if is_seen:
                     lines.stop()  # the answer's text follows
+                else:
+                    lines.remove_task(task)
+                    task = lines.add_task("answer", total=None, count="")
 
-            yield on_prompt
+            yield Watch(
+                on_prompt, should_stop, lambda n: None if is_seen else lines.update(task, count=f"{n:,} tokens")
+            )
 
     def answered(self, answer: Answer, offloaded: OffloadedModel) -> None:
         """Writes the line after an answer."""
@@ -103,7 +138,12 @@ class Display:
     def _lines(self) -> Progress:
         columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()
         more = TextColumn("{task.fields[count]}"), TimeElapsedColumn()
-        return Progress(*columns, *more, console=self.console, transient=True, disable=self._hidden)
+        return TemporaryLines(*columns, *more, console=self.console, transient=True, disable=self._hidden)
+
+
+def _may_be_on_a_terminal(stdout: TextIO) -> bool:
+    """Whether temporary lines might get between the text on ``stdout``: a pipe may end at the terminal, too."""
+    return stdout.isatty() or stat.S_ISFIFO(os.fstat(stdout.fileno()).st_mode)
 
 
 @contextmanager

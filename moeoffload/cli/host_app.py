@@ -63,7 +63,7 @@ def run(
     prompts = _read_prompts(prompt or [], prompt_file)
     display = Display(settings, verbose=verbose, quiet=quiet)
     with open_with_progress(model, settings, revision, display) as offloaded:
-        from moeoffload.host.generate import Watch, generate, prepare_prompt
+        from moeoffload.host.generate import generate, prepare_prompt
 
         try:
             prepared = [prepare_prompt(offloaded, text, chat=template) for text in prompts]
@@ -73,8 +73,8 @@ def run(
                 if len(prompts) > 1:
                     display.say(f"> {one_line(text.strip(), 100)}")
                 stdout = sys.stdout
-                with display.reading() as on_prompt:
-                    answer = generate(offloaded, ready, stdout, watch=Watch(on_prompt))
+                with display.answering() as watch:
+                    answer = generate(offloaded, ready, stdout, watch=watch)
                 display.answered(answer, offloaded)
         finally:
             report_run(offloaded, display)
