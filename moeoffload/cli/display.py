@@ -119,6 +119,25 @@ class Display:
                 on_prompt, should_stop, lambda n: None if is_seen else lines.update(task, count=f"{n:,} tokens")
             )
 
+    @contextmanager
+    def stopping(self) -> Iterator[Callable[[int, float], None]]:
+        """Yields a function that shows how many requests still run, and how many seconds they have left; from its first
+        call on the line stays. Later calls may come from any thread."""
+        lines = self._lines(with_bars=False)
+
+        def show(n_requests: int, left_s: float) -> None:
+            text = f"{n_requests} request{'s' * (n_requests != 1)} still running, {left_s:.0f} s left"
+            text += "; Ctrl-C again ends at once"
+            if not lines.tasks:
+                lines.add_task(text)
+                lines.start()
+            lines.update(lines.tasks[0].id, description=text)
+
+        try:
+            yield show
+        finally:
+            lines.stop()
+
     def answered(self, answer: Answer, offloaded: OffloadedModel) -> None:
         """Writes the line after an answer."""
         servers = [f"{link.info.address} ({link.info.transport})" for link in offloaded.links]
@@ -135,9 +154,9 @@ class Display:
         ]
         self.say(" · ".join(parts))
 
-    def _lines(self) -> Progress:
-        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()
-        more = TextColumn("{task.fields[count]}"), TimeElapsedColumn()
+    def _lines(self, *, with_bars: bool = True) -> Progress:
+        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False)
+        more = (BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn()) if with_bars else ()
         return TemporaryLines(*columns, *more, console=self.console, transient=True, disable=self._hidden)
 
 
