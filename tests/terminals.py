@@ -26,7 +26,7 @@ class Terminal:
         self, program: str, *arguments: object, columns: int = 140, patch: str = "", stdout: Path | None = None
     ) -> None:
         self._file, end = pty.openpty()
-        code = f"{patch}\nfrom moeoffload.cli.entry import {program} as main; main()"
+        code = f"{patch}\nfrom moeoffload.cli.entry import {program.replace('-', '_')} as main; main()"
         with contextlib.ExitStack() as stack:
             out = end if stdout is None else stack.enter_context(stdout.open("w"))
             self.process = subprocess.Popen(

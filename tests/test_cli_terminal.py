@@ -47,6 +47,36 @@ def test_every_step_is_shown_and_log_lines_stay_whole() -> None:
     assert max(map(len, bars)) <= 70 - len("^C"), "a bar with this after it would wrap, and could not be erased"
 
 
+SLOW_LAYERS = """
+import time
+from moeoffload.expert_server.store import ExpertStore
+acquire = ExpertStore.acquire
+def acquire_slowly(*arguments):
+    time.sleep(0.3)
+    return acquire(*arguments)
+ExpertStore.acquire = acquire_slowly
+"""
+
+
+def test_an_expert_server_shows_on_its_terminal_how_much_is_loaded_below_its_log_lines() -> None:
+    words = ("--listen", "127.0.0.1:0", "--memory-gib", 1, *OPTIONS)
+    with Terminal("moeoffload-expert", *words, columns=80, patch=SLOW_LAYERS) as terminal:
+        address = terminal.until(" (cpu)\r\n").rpartition("ready on ")[2].split()[0]
+        with open_model(DEMO, experts=[address], threads=1, device="cpu"):
+            pass
+        terminal.until("lease ended")
+        terminal.type(CTRL_C)
+        code, _ = terminal.end()
+    assert code == 0
+    assert re.search(r"loading for .* [1-9][0-9]* of [0-9]+ MiB", terminal.shown)
+    lines = [line.rpartition(BAR_GOES)[2] for line in terminal.shown.split("\r\n")]
+    logged = [line for line in lines if " INFO moeoffload." in line]
+    for step in ("GiB for experts", "lease opened", "loading 128 experts", "loaded in", "lease ended", "stopped"):
+        assert [line for line in logged if step in line], step
+    assert [line for line in logged if not re.match(r"(\^C)?[0-9]{4}-[0-9]{2}-", line)] == []
+    assert terminal.shown.rstrip().endswith("stopped"), "no bar is left"
+
+
 @pytest.mark.parametrize("quiet", [(), ("--quiet",)])
 def test_tokens_are_counted_on_the_terminal_while_the_answer_goes_to_a_file(
     server: RunningServer, tmp_path: Path, quiet: tuple[str, ...]

@@ -28,12 +28,11 @@ _LOG_FORMAT: Final = "%(levelname)s %(name)s: %(message)s"
 _MIB: Final = 1 << 20
 _WIDTH: Final = 100  # characters of the newest log line that are shown
 _NAMED_SERVERS: Final = 3  # in the line after an answer; if there are more, only their number is shown
-_ECHO: Final = (
-    2  # columns of the ^C that a terminal writes after a temporary line, which could not be erased if wrapped
-)
+_ECHO: Final = 2
+"""Columns of the ^C that a terminal writes after a temporary line, which could not be erased if this wrapped it."""
 
 
-class TemporaryLines(Progress):
+class _TemporaryLines(Progress):
     """Lines of progress with room for the echo of Ctrl-C."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -58,26 +57,12 @@ class Display:
         self.is_verbose = verbose
         self._quiet = quiet
         self._hidden = quiet or not self.console.is_terminal
-        log_to(self._log_handler(), "INFO" if verbose else settings.log_level.upper(), _LOG_FORMAT)
+        log_to(log_handler(self.console), "INFO" if verbose else settings.log_level.upper(), _LOG_FORMAT)
 
     def say(self, text: str) -> None:
         """Writes a permanent line."""
         if not self._quiet:
             self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
-
-    def _log_handler(self) -> logging.Handler:
-        """A handler that writes each record as one unwrapped line, above the temporary lines."""
-        handler = logging.Handler()
-
-        def emit(record: logging.LogRecord) -> None:
-            try:
-                text = Text(handler.format(record))
-                self.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
-            except Exception:  # as in the handlers of `logging`
-                handler.handleError(record)
-
-        handler.emit = emit  # type: ignore[method-assign]
-        return handler
 
     @contextmanager
     def working(self, text: str) -> Iterator[OnProgress]:
@@ -88,8 +73,7 @@ class Display:
             def on_progress(address: str, loaded: int, total: int) -> None:
                 if address not in servers:
                     servers[address] = lines.add_task(f"loading {address}", total=total, count="")
-                count = f"{loaded / _MIB:,.0f} of {total / _MIB:,.0f} MiB"
-                lines.update(servers[address], completed=loaded, total=total, count=count)
+                lines.update(servers[address], completed=loaded, total=total, count=bytes_of(loaded, total))
 
             with _newest_log_line(lambda newest: lines.update(first, description=newest), hidden=self._hidden):
                 yield on_progress
@@ -155,9 +139,34 @@ class Display:
         self.say(" · ".join(parts))
 
     def _lines(self, *, with_bars: bool = True) -> Progress:
-        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False)
-        more = (BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn()) if with_bars else ()
-        return TemporaryLines(*columns, *more, console=self.console, transient=True, disable=self._hidden)
+        return temporary_lines(self.console, hidden=self._hidden, with_bars=with_bars)
+
+
+def temporary_lines(console: Console, *, hidden: bool, with_bars: bool = True) -> Progress:
+    """Returns lines that show progress until they are stopped; a task's field ``count`` is shown beside its bar."""
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False)
+    more = (BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn()) if with_bars else ()
+    return _TemporaryLines(*columns, *more, console=console, transient=True, disable=hidden)
+
+
+def bytes_of(loaded: int, total: int) -> str:
+    """What a loading bar counts."""
+    return f"{loaded / _MIB:,.0f} of {total / _MIB:,.0f} MiB"
+
+
+def log_handler(console: Console) -> logging.Handler:
+    """Returns a handler that writes each record as one unwrapped line, above the temporary lines."""
+    handler = logging.Handler()
+
+    def emit(record: logging.LogRecord) -> None:
+        try:
+            text = Text(handler.format(record))
+            console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        except Exception:  # as in the handlers of `logging`
+            handler.handleError(record)
+
+    handler.emit = emit  # type: ignore[method-assign]
+    return handler
 
 
 def _may_be_on_a_terminal(stdout: TextIO) -> bool:
