@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -9,6 +10,7 @@ import select
 import subprocess
 import sys
 import termios
+from pathlib import Path
 from typing import Self
 
 from server_processes import ROOT, STEP_TIMEOUT_S
@@ -17,17 +19,21 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 
 
 class Terminal:
-    """Runs ``program``, after the code ``patch``, with stdin, stdout and stderr on one terminal; leaving the ``with``
-    block kills it."""
+    """Runs ``program``, after the code ``patch``, with stdin, stdout and stderr on one terminal, or stdout in a file;
+    leaving the ``with`` block kills it."""
 
-    def __init__(self, program: str, *arguments: object, columns: int = 140, patch: str = "") -> None:
+    def __init__(
+        self, program: str, *arguments: object, columns: int = 140, patch: str = "", stdout: Path | None = None
+    ) -> None:
         self._file, end = pty.openpty()
-        code = f"{patch}\nfrom moeoffload.cli.entry import {program} as main; main()"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, arguments)], stdin=end, stdout=end, stderr=end, cwd=ROOT,
-            env=os.environ | {"TERM": "xterm", "LINES": "60", "COLUMNS": str(columns)}, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
+        code = f"{patch}\nfrom moeoffload.cli.entry import {program.replace('-', '_')} as main; main()"
+        with contextlib.ExitStack() as stack:
+            out = end if stdout is None else stack.enter_context(stdout.open("w"))
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code, *map(str, arguments)], stdin=end, stdout=out, stderr=end, cwd=ROOT,
+                env=os.environ | {"TERM": "xterm", "LINES": "60", "COLUMNS": str(columns)}, start_new_session=True,
+                preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            )  # fmt: skip
         os.close(end)
         self.shown = ""
 

@@ -22,6 +22,7 @@ from moeoffload.host.session import OffloadedModel, open_model
 
 OPTIONS = ("--device", "cpu", "--threads", "1")
 BAR_GOES = "\x1b[2K"
+ESCAPE = r"\x1b\[[0-9;?]*[A-Za-z]"
 
 
 def test_every_step_is_shown_and_log_lines_stay_whole() -> None:
@@ -41,6 +42,63 @@ def test_every_step_is_shown_and_log_lines_stay_whole() -> None:
         # Alone in its line, once what the bar wrote there has been erased, and not wrapped to the terminal's width.
         assert line.rpartition(BAR_GOES)[2].startswith("INFO moeoffload."), repr(line)
     assert any(len(line.rpartition(BAR_GOES)[2]) > 70 for line in logged)
+    bars = [re.sub(ESCAPE, "", line) for line in re.split(r"[\r\n]+", terminal.shown) if "━" in line]
+    assert bars
+    assert max(map(len, bars)) <= 70 - len("^C"), "a bar with this after it would wrap, and could not be erased"
+
+
+SLOW_LAYERS = """
+import time
+from moeoffload.expert_server.store import ExpertStore
+acquire = ExpertStore.acquire
+def acquire_slowly(*arguments):
+    time.sleep(0.3)
+    return acquire(*arguments)
+ExpertStore.acquire = acquire_slowly
+"""
+
+
+def test_an_expert_server_shows_on_its_terminal_how_much_is_loaded_below_its_log_lines() -> None:
+    words = ("--listen", "127.0.0.1:0", "--memory-gib", 1, *OPTIONS)
+    with Terminal("moeoffload-expert", *words, columns=80, patch=SLOW_LAYERS) as terminal:
+        address = terminal.until(" (cpu)\r\n").rpartition("ready on ")[2].split()[0]
+        with open_model(DEMO, experts=[address], threads=1, device="cpu"):
+            pass
+        terminal.until("lease ended")
+        terminal.type(CTRL_C)
+        code, _ = terminal.end()
+    assert code == 0
+    assert re.search(r"loading for .* [1-9][0-9]* of [0-9]+ MiB", terminal.shown)
+    lines = [line.rpartition(BAR_GOES)[2] for line in terminal.shown.split("\r\n")]
+    logged = [line for line in lines if " INFO moeoffload." in line]
+    for step in ("GiB for experts", "lease opened", "loading 128 experts", "loaded in", "lease ended", "stopped"):
+        assert [line for line in logged if step in line], step
+    assert [line for line in logged if not re.match(r"(\^C)?[0-9]{4}-[0-9]{2}-", line)] == []
+    assert terminal.shown.rstrip().endswith("stopped"), "no bar is left"
+
+
+@pytest.mark.parametrize("quiet", [(), ("--quiet",)])
+def test_tokens_are_counted_on_the_terminal_while_the_answer_goes_to_a_file(
+    server: RunningServer, tmp_path: Path, quiet: tuple[str, ...]
+) -> None:
+    out = tmp_path / "answer.txt"
+    words = ("run", DEMO, "--prompt", TASKS[0], *options(server, *quiet))
+    with Terminal("moeoffload", *words, stdout=out) as terminal:
+        code, _ = terminal.end()
+    assert (code, out.read_text()) == (0, f"{ANSWERS[0]}\n"), terminal.shown
+    # Frames overwrite each other: what is shown last before the line of figures is the whole count.
+    counts = re.findall(r"answer.* ([0-9]+) tokens", terminal.shown)
+    assert counts[-1:] == ([] if quiet else ["4"])
+    if not quiet:
+        assert re.search(r"\x1b\[2K[^\n]*4 tokens · ", terminal.shown), "the count is erased before the figures"
+
+
+def test_no_tokens_are_counted_between_the_words_of_an_answer(server: RunningServer) -> None:
+    with Terminal("moeoffload", "run", DEMO, "--prompt", TASKS[0], *options(server)) as terminal:
+        code, _ = terminal.end()
+    assert code == 0
+    assert f"{ANSWERS[0]}\r\n" in terminal.shown
+    assert not re.search(r"answer.* [0-9]+ tokens", terminal.shown)
 
 
 def test_ctrl_c_in_the_first_second_is_one_line() -> None:

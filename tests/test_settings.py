@@ -323,10 +323,27 @@ def test_help_tells_the_common_settings_and_help_all_every_one(
     assert "…" not in narrow, "something was cut"
     for info in model.infos():
         assert f" {info.flag} " in narrow
-        assert all(words in wide for words in (info.default, info.panel))
+        words = info.choices or (info.hint[1:],)
+        assert all(each in wide for each in (info.default, info.panel, *words))
         assert (f" {info.flag} " in usual) == info.is_common
     assert 9 < sum(info.is_common for info in model.infos()) < 20
     assert "--no-required" in narrow or model is ExpertServerSettings
+
+
+@pytest.mark.parametrize("command", ["", "run", "profile", "chat", "serve", "top", "keys", "keys new", "expert"])
+def test_flags_have_no_placeholder_in_help_and_lists_a_plain_word(command: str) -> None:
+    app, words = (expert_app, []) if command == "expert" else (host_app, command.split())
+    text = call(app.app, *words, "--help").stdout
+    assert "--help" in text
+    assert [word for word in ("bool>", "list[") if word in text] == []
+    if command in ("run", "keys new"):
+        assert re.search(r"--(prompt|name) +(TEXT|ADDRESS) ", text)
+
+
+def test_help_is_short() -> None:
+    text = call(host_app.app, "run", "--help", columns=80).stdout
+    assert len(text.splitlines()) < 90
+    assert "Allowed" not in text
 
 
 def test_shells_complete_commands() -> None:

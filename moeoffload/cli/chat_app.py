@@ -86,12 +86,12 @@ def _obey(command: str, text: str, conversation: Conversation) -> str:
 def _answer(
     text: str, conversation: Conversation, offloaded: OffloadedModel, display: Display, interactive: bool
 ) -> None:
-    from moeoffload.host.generate import StoppedError, Watch
+    from moeoffload.host.generate import StoppedError
 
     stdout = sys.stdout  # a progress bar replaces sys.stdout
     try:
-        with _stopped_by_ctrl_c(interactive) as should_stop, display.reading() as on_prompt:
-            answer = conversation.ask(text, stdout, Watch(on_prompt, should_stop))
+        with _stopped_by_ctrl_c(interactive) as should_stop, display.answering(should_stop) as watch:
+            answer = conversation.ask(text, stdout, watch)
     except StoppedError:
         display.say("stopped before the answer began")
     except PromptError as error:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -17,13 +21,31 @@ from moeoffload.text import one_line
 
 if TYPE_CHECKING:
     from moeoffload.host.attach import OnProgress
-    from moeoffload.host.generate import Answer
+    from moeoffload.host.generate import Answer, Watch
     from moeoffload.host.session import OffloadedModel
 
 _LOG_FORMAT: Final = "%(levelname)s %(name)s: %(message)s"
 _MIB: Final = 1 << 20
 _WIDTH: Final = 100  # characters of the newest log line that are shown
 _NAMED_SERVERS: Final = 3  # in the line after an answer; if there are more, only their number is shown
+_ECHO: Final = 2
+"""Columns of the ^C that a terminal writes after a temporary line, which could not be erased if this wrapped it."""
+
+
+class _TemporaryLines(Progress):
+    """Lines of progress with room for the echo of Ctrl-C."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """See `Progress`."""
+        yield from map(_Narrower, super().get_renderables())
+
+
+@dataclass(frozen=True)
+class _Narrower:
+    content: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from console.render(self.content, options.update_width(max(1, options.max_width - _ECHO)))
 
 
 class Display:
@@ -35,26 +57,12 @@ class Display:
         self.is_verbose = verbose
         self._quiet = quiet
         self._hidden = quiet or not self.console.is_terminal
-        log_to(self._log_handler(), "INFO" if verbose else settings.log_level.upper(), _LOG_FORMAT)
+        log_to(log_handler(self.console), "INFO" if verbose else settings.log_level.upper(), _LOG_FORMAT)
 
     def say(self, text: str) -> None:
         """Writes a permanent line."""
         if not self._quiet:
             self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
-
-    def _log_handler(self) -> logging.Handler:
-        """A handler that writes each record as one unwrapped line, above the temporary lines."""
-        handler = logging.Handler()
-
-        def emit(record: logging.LogRecord) -> None:
-            try:
-                text = Text(handler.format(record))
-                self.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
-            except Exception:  # as in the handlers of `logging`
-                handler.handleError(record)
-
-        handler.emit = emit  # type: ignore[method-assign]
-        return handler
 
     @contextmanager
     def working(self, text: str) -> Iterator[OnProgress]:
@@ -65,24 +73,54 @@ class Display:
             def on_progress(address: str, loaded: int, total: int) -> None:
                 if address not in servers:
                     servers[address] = lines.add_task(f"loading {address}", total=total, count="")
-                count = f"{loaded / _MIB:,.0f} of {total / _MIB:,.0f} MiB"
-                lines.update(servers[address], completed=loaded, total=total, count=count)
+                lines.update(servers[address], completed=loaded, total=total, count=bytes_of(loaded, total))
 
             with _newest_log_line(lambda newest: lines.update(first, description=newest), hidden=self._hidden):
                 yield on_progress
 
     @contextmanager
-    def reading(self) -> Iterator[Callable[[float, int], None]]:
-        """Yields a function that shows how many tokens of a prompt are computed; see `Watch.on_prompt`."""
+    def answering(self, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Watch]:
+        """Yields a watch that shows how many tokens of a prompt are computed, and then how many the answer has unless
+        its text may be seen itself."""
+        from moeoffload.host.generate import Watch
+
+        is_seen = self._hidden or _may_be_on_a_terminal(sys.stdout)
         with self._lines() as lines:
-            prompt = lines.add_task("prompt", total=None, count="")
+            task = lines.add_task("prompt", total=None, count="")
 
             def on_prompt(done: float, total: int) -> None:
-                lines.update(prompt, completed=done, total=total, count=f"{done:,.0f} of {total:,} tokens")
-                if done >= total:
+                nonlocal task
+                lines.update(task, completed=done, total=total, count=f"{done:,.0f} of {total:,} tokens")
+                if done < total:
+                    return
+                if is_seen:
                     lines.stop()  # the answer's text follows
+                else:
+                    lines.remove_task(task)
+                    task = lines.add_task("answer", total=None, count="")
 
-            yield on_prompt
+            yield Watch(
+                on_prompt, should_stop, lambda n: None if is_seen else lines.update(task, count=f"{n:,} tokens")
+            )
+
+    @contextmanager
+    def stopping(self) -> Iterator[Callable[[int, float], None]]:
+        """Yields a function that shows how many requests still run, and how many seconds they have left; from its first
+        call on the line stays. Later calls may come from any thread."""
+        lines = self._lines(with_bars=False)
+
+        def show(n_requests: int, left_s: float) -> None:
+            text = f"{n_requests} request{'s' * (n_requests != 1)} still running, {left_s:.0f} s left"
+            text += "; Ctrl-C again ends at once"
+            if not lines.tasks:
+                lines.add_task(text)
+                lines.start()
+            lines.update(lines.tasks[0].id, description=text)
+
+        try:
+            yield show
+        finally:
+            lines.stop()
 
     def answered(self, answer: Answer, offloaded: OffloadedModel) -> None:
         """Writes the line after an answer."""
@@ -100,10 +138,40 @@ class Display:
         ]
         self.say(" · ".join(parts))
 
-    def _lines(self) -> Progress:
-        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()
-        more = TextColumn("{task.fields[count]}"), TimeElapsedColumn()
-        return Progress(*columns, *more, console=self.console, transient=True, disable=self._hidden)
+    def _lines(self, *, with_bars: bool = True) -> Progress:
+        return temporary_lines(self.console, hidden=self._hidden, with_bars=with_bars)
+
+
+def temporary_lines(console: Console, *, hidden: bool, with_bars: bool = True) -> Progress:
+    """Returns lines that show progress until they are stopped; a task's field ``count`` is shown beside its bar."""
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False)
+    more = (BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn()) if with_bars else ()
+    return _TemporaryLines(*columns, *more, console=console, transient=True, disable=hidden)
+
+
+def bytes_of(loaded: int, total: int) -> str:
+    """What a loading bar counts."""
+    return f"{loaded / _MIB:,.0f} of {total / _MIB:,.0f} MiB"
+
+
+def log_handler(console: Console) -> logging.Handler:
+    """Returns a handler that writes each record as one unwrapped line, above the temporary lines."""
+    handler = logging.Handler()
+
+    def emit(record: logging.LogRecord) -> None:
+        try:
+            text = Text(handler.format(record))
+            console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        except Exception:  # as in the handlers of `logging`
+            handler.handleError(record)
+
+    handler.emit = emit  # type: ignore[method-assign]
+    return handler
+
+
+def _may_be_on_a_terminal(stdout: TextIO) -> bool:
+    """Whether temporary lines might get between the text on ``stdout``: a pipe may end at the terminal, too."""
+    return stdout.isatty() or stat.S_ISFIFO(os.fstat(stdout.fileno()).st_mode)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from moeoffload.cli.imports import quick_imports
-from moeoffload.cli.options import version_option, with_settings
+from moeoffload.cli.options import Command, version_option, with_settings
 from moeoffload.cli.signals import leave_at_once_on_ctrl_c
 from moeoffload.config import ExpertServerSettings
 from moeoffload.logs import log_to
@@ -25,7 +25,7 @@ from moeoffload.model_name import check_hub_id, named_path
 app = typer.Typer(pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(cls=Command)
 @with_settings(ExpertServerSettings)
 def serve(
     settings: ExpertServerSettings,
@@ -37,7 +37,16 @@ def serve(
     Prints one line with its address on stdout when it is ready; logs go to stderr. SIGTERM lets hosts finish and move
     on first, for up to --drain-timeout-s; Ctrl-C, or a second SIGTERM, stops it at once.
     """
-    log_to(logging.StreamHandler(), settings.log_level.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    bars = None
+    if sys.stderr is not None and sys.stderr.isatty():
+        from moeoffload.cli.load_bars import LoadBars  # rich is not imported for a log
+
+        bars = LoadBars()
+    log_to(
+        logging.StreamHandler() if bars is None else bars.log_handler(),
+        settings.log_level.upper(),
+        "%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
     log = logging.getLogger("moeoffload.expert_server")
     if settings.model is not None and named_path(settings.model) is None:
         log.info("looking for %s, in the local cache and on the hub", settings.model)
@@ -55,7 +64,8 @@ def serve(
     signal.set_wakeup_fd(stop)
     _handle_signals(_in_the_pipe)
 
-    server = ExpertServer(settings, on_drained=lambda: os.write(stop, b"d"))
+    watch_load = None if bars is None else bars.show
+    server = ExpertServer(settings, on_drained=lambda: os.write(stop, b"d"), watch_load=watch_load)
     devices = ", ".join(map(str, server.parts.devices))
     log.info(
         "device %s, %.4g GiB for experts, transports %s",
@@ -79,6 +89,8 @@ def serve(
             _wait(stopped, stdin, settings.drain_timeout_s)
     finally:
         server.stop()
+        if bars is not None:
+            bars.close()  # a layer that is still being read does not keep the process
     log.info("stopped")
 
 

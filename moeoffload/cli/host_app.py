@@ -14,7 +14,17 @@ from moeoffload.cli.chat_app import chat
 from moeoffload.cli.display import Display
 from moeoffload.cli.keys_app import app as keys_app
 from moeoffload.cli.opening import open_with_progress, report_run
-from moeoffload.cli.options import Chat, ModelName, Quiet, Revision, Verbose, version_option, with_settings
+from moeoffload.cli.options import (
+    Chat,
+    Command,
+    CommandGroup,
+    ModelName,
+    Quiet,
+    Revision,
+    Verbose,
+    version_option,
+    with_settings,
+)
 from moeoffload.cli.serve_app import serve
 from moeoffload.cli.signals import leave_at_once_on_ctrl_c
 from moeoffload.cli.top_app import top
@@ -22,7 +32,7 @@ from moeoffload.config import HostSettings
 from moeoffload.errors import PromptError, SettingError
 from moeoffload.text import is_unicode, one_line
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @app.callback()
@@ -30,14 +40,16 @@ def moeoffload(version: bool = version_option("moeoffload")) -> None:
     """Run Mixture-of-Experts models with their routed experts on other devices and machines."""
 
 
-@app.command()
+@app.command(cls=Command)
 @with_settings(HostSettings)
 def run(
     settings: HostSettings,
     model: ModelName,
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", help="Text to complete; - reads it from stdin. May be given several times."),
+        typer.Option(
+            "--prompt", metavar="TEXT", help="Text to complete; - reads it from stdin. May be given several times."
+        ),
     ] = None,
     prompt_file: Annotated[
         str | None, typer.Option("--prompt-file", metavar="FILE", help="File that holds the prompt; - is stdin.")
@@ -51,7 +63,7 @@ def run(
     prompts = _read_prompts(prompt or [], prompt_file)
     display = Display(settings, verbose=verbose, quiet=quiet)
     with open_with_progress(model, settings, revision, display) as offloaded:
-        from moeoffload.host.generate import Watch, generate, prepare_prompt
+        from moeoffload.host.generate import generate, prepare_prompt
 
         try:
             prepared = [prepare_prompt(offloaded, text, chat=template) for text in prompts]
@@ -61,14 +73,14 @@ def run(
                 if len(prompts) > 1:
                     display.say(f"> {one_line(text.strip(), 100)}")
                 stdout = sys.stdout
-                with display.reading() as on_prompt:
-                    answer = generate(offloaded, ready, stdout, watch=Watch(on_prompt))
+                with display.answering() as watch:
+                    answer = generate(offloaded, ready, stdout, watch=watch)
                 display.answered(answer, offloaded)
         finally:
             report_run(offloaded, display)
 
 
-@app.command("profile")
+@app.command("profile", cls=Command)
 @with_settings(HostSettings)
 def profile_routing(
     settings: HostSettings,
@@ -101,9 +113,8 @@ def profile_routing(
     typer.echo(f"{counter.n_tokens} tokens of {len(lines)} prompts counted into {output}", err=True)
 
 
-app.command()(chat)
-app.command()(serve)
-app.command()(top)
+for _command in (chat, serve, top):
+    app.command(cls=Command)(_command)
 app.add_typer(keys_app, name="keys")
 
 

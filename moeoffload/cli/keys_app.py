@@ -8,19 +8,23 @@ from typing import Annotated
 
 import typer
 
-from moeoffload.cli.options import exit_on_error
+from moeoffload.cli.options import Command, CommandGroup, exit_on_error
 from moeoffload.config import bracketed
 
-app = typer.Typer(no_args_is_help=True, help="Make the certificates that two machines need.")
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Make the certificates that two machines need.")
 
 
-@app.command("new")
+@app.command("new", cls=Command)
 @exit_on_error()
 def new(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go; nothing in it is replaced.")],
     name: Annotated[
         list[str] | None,
-        typer.Option("--name", help="Host name or address of the server, as hosts write it; may be given again."),
+        typer.Option(
+            "--name",
+            metavar="ADDRESS",
+            help="Host name or address of the server, as hosts write it; may be given again.",
+        ),
     ] = None,
 ) -> None:
     """Make a private CA, a server and a host certificate, and print the commands that use them."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from moeoffload import __version__
 from moeoffload.cli.signals import EXIT_INTERRUPTED
@@ -22,20 +23,47 @@ from moeoffload.errors import MoeOffloadError, SettingError, SystemLimitError
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 ModelName = Annotated[
-    str, typer.Argument(help="Folder of a transformers checkpoint, an id of the Hugging Face hub, or a GGUF file.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Folder of a transformers checkpoint, an id of the Hugging Face hub, or a GGUF file."
+    ),
 ]
-Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")]
+Revision = Annotated[str | None, typer.Option("--revision", metavar="NAME", help="Branch, tag or commit of a hub id.")]
 Chat = Annotated[bool, typer.Option("--chat/--no-chat", help="Put prompts into the model's chat template, if any.")]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Log what happens, on stderr, and show the report as tables.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.")]
-_WIDEST_METAVAR = 13  # a wider one would cut the names of options at 80 columns; the help says what is allowed
+_WIDEST_METAVAR = 13  # a wider one would cut the names of options at 80 columns; the help says what it would say
 
 _log = logging.getLogger(__name__)
 
 # gRPC's C library would write its own lines to stderr for errors that we report anyway.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+class Command(TyperCommand):
+    """A command in whose help flags have no placeholder."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """See typer."""
+        return _without_placeholders(super().get_params(ctx))
+
+
+class CommandGroup(TyperGroup):
+    """As `Command`, for a program with several commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """See typer."""
+        return _without_placeholders(super().get_params(ctx))
+
+
+def _without_placeholders(parameters: list[Any]) -> list[Any]:
+    """Has typer write nothing where it would write <bool>."""
+    for each in parameters:
+        if getattr(each, "is_bool_flag", False):
+            each.metavar = ""
+    return parameters
 
 
 def with_settings(model: type[SettingsBase]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -103,11 +131,13 @@ def exit_on_error() -> Iterator[None]:
 
 
 def _option(info: SettingInfo) -> inspect.Parameter:
+    is_wide = len(info.metavar) > _WIDEST_METAVAR
+    hint = f"one of {info.metavar.replace('|', ', ')}" if is_wide else info.hint
     option = typer.Option(
         f"{info.flag}/--no-{info.flag.removeprefix('--')}" if info.is_boolean else info.flag,
-        help=info.description + ("" if info.is_boolean else f" Allowed: {info.allowed}."),
-        show_default=info.default,
-        metavar=None if info.is_boolean else info.metavar if len(info.metavar) <= _WIDEST_METAVAR else "WORD",
+        help=info.description + (f" {hint[0].upper()}{hint[1:]}." if hint else ""),
+        show_default=info.default if info.default != "none" else False,
+        metavar=None if info.is_boolean else "WORD" if is_wide else info.metavar,
         rich_help_panel=info.panel,
         hidden=not info.is_common,
     )

@@ -48,11 +48,19 @@ def serve(
         scheme = "https" if settings.http_tls_cert is not None else "http"
         url = f"{scheme}://{bracketed(settings.bind)}:{listener.getsockname()[1]}/v1"
         with (
+            display.stopping() as show_stopping,  # as long as the engine takes to end, too
             ServingEngine(offloaded, settings) as engine,
             contextlib.closing(Snapshots(offloaded, engine.stats)) as snapshots,
         ):
             app, answering = create_app(engine, offloaded.tokenizer, name, settings, snapshots.take)
-            server = HttpServer(app, answering, engine, settings, lambda: print(f"serving {name} at {url}", flush=True))
+            server = HttpServer(
+                app,
+                answering,
+                engine,
+                settings,
+                on_ready=lambda: print(f"serving {name} at {url}", flush=True),
+                on_stopping=lambda left_s: show_stopping(engine.n_requests, left_s),
+            )
             with contextlib.closing(answering):
                 server.run(sockets=[listener])
             write_report(offloaded.report(), settings)

@@ -33,7 +33,7 @@ MOST_BYTES: Final = 16 << 20  # of a reply: thousands of layers and servers fit
 
 @exit_on_error()
 def top(
-    url: Annotated[str, typer.Option("--url", help="Address of the host.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option("--url", metavar="URL", help="Address of the host.")] = "http://127.0.0.1:8000",
     api_key_file: Annotated[
         Path | None, typer.Option("--api-key-file", metavar="FILE", help="File that holds the host's API key.")
     ] = None,
@@ -43,7 +43,7 @@ def top(
     once: Annotated[
         bool, typer.Option("--once", help="Print one picture, of one interval, and exit.", show_default=False)
     ] = False,
-    interval_s: Annotated[float, typer.Option("--interval-s", help="Seconds between two looks.")] = 1.0,
+    interval_s: Annotated[float, typer.Option("--interval-s", metavar="SECONDS", help="Between two looks.")] = 1.0,
 ) -> None:
     """Show live what a serving host does: requests, tokens per second, servers, where the time of a step goes."""
     warn_of_misspelt_names()

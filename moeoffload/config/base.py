@@ -79,7 +79,8 @@ class Panel(StrEnum):
 
 @dataclass(frozen=True)
 class Words:
-    """For a type in an annotation: the allowed values in words, the placeholder in help, and the unit of a number.
+    """For a type in an annotation: the allowed values in words, the placeholder in help, the unit of a number, and what
+    help adds because the placeholder does not say it.
 
     A field that is None is derived from the type and its bounds.
     """
@@ -87,11 +88,13 @@ class Words:
     allowed: str | None = None
     metavar: str | None = None
     unit: str | None = None
+    hint: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SettingInfo:
-    """A setting as shown to users; ``env_names`` are by precedence, ``choices`` is None if any text is allowed."""
+    """A setting as shown to users; ``env_names`` are by precedence, ``choices`` is None if any text is allowed.
+    ``hint`` is what ``metavar`` does not say of the allowed values."""
 
     name: str
     env_names: tuple[str, ...]
@@ -99,6 +102,7 @@ class SettingInfo:
     default: str
     allowed: str
     metavar: str
+    hint: str
     panel: str
     is_boolean: bool
     is_optional: bool
@@ -247,6 +251,7 @@ def _describe(name: str, field: FieldInfo) -> SettingInfo:
         default=_default(field.default, words.unit, declared["means"]),
         allowed=allowed + (", or none" if is_optional else ""),
         metavar=words.metavar or _metavar(kind, choices, words.unit),
+        hint=words.hint or ("" if words.allowed or choices or kind is bool else _bounds(field.metadata)),
         panel=declared["panel"],
         is_boolean=kind is bool,
         is_optional=is_optional,
@@ -263,11 +268,15 @@ def _allowed(kind: Any, choices: tuple[str, ...] | None, metadata: list[Any]) ->
         return f"{', '.join(choices[:-1])} or {choices[-1]}{spellings}"
     if kind is bool:
         return _BOOLEAN_WORDS
+    bounds = _bounds(metadata)
+    return ("an integer " if kind is int else "a number ") + ("of " if bounds.startswith("at") else "") + bounds
+
+
+def _bounds(metadata: list[Any]) -> str:
     low, above, high = (next((getattr(i, at) for i in metadata if hasattr(i, at)), None) for at in ("ge", "gt", "le"))
-    noun = "an integer" if kind is int else "a number"
     if low is not None:
-        return f"{noun} from {low} to {high}" if high is not None else f"{noun} of at least {low}"
-    return f"{noun} above {above}" + (f" and at most {high}" if high is not None else "")
+        return f"from {low} to {high}" if high is not None else f"at least {low}"
+    return f"above {above}" + (f" and at most {high}" if high is not None else "")
 
 
 def _default(value: Any, unit: str | None, means: str | None) -> str:

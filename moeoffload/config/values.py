@@ -224,11 +224,15 @@ Addresses = Annotated[
     Words(_HOSTS, "HOST:PORT,..."),
 ]
 Listen = Annotated[
-    InstanceOf[Address], _read(functools.partial(Address.parse, lowest_port=0)), Words(_LISTEN, "HOST:PORT")
+    InstanceOf[Address],
+    _read(functools.partial(Address.parse, lowest_port=0)),
+    Words(_LISTEN, "HOST:PORT", hint="port 0 picks a free one"),
 ]
 HostName = Annotated[str, _read(read_host), Words("a host name or an address", "HOST")]
 Device = Annotated[str, _read(read_device), Words("auto, cpu, cuda or cuda:N", "auto|cpu|cuda|cuda:N")]
-Size = Annotated[int, _read(read_size), Field(ge=0, le=_MOST_BYTES), Words(_SIZES, "BYTES", "bytes")]
+Size = Annotated[
+    int, _read(read_size), Field(ge=0, le=_MOST_BYTES), Words(_SIZES, "BYTES", "bytes", "K, M and G are x 1024")
+]
 Folders = Annotated[
     tuple[Path, ...],
     _read_several(read_folder),
@@ -238,10 +242,12 @@ DenseFolder = Annotated[Path | None, _path(_folder_to_read), Words("the folder o
 Draft = Annotated[Path | None, _path(_draft), Words(f"{OWN_HEAD}, or a folder that exists", f"{OWN_HEAD}|FOLDER")]
 FolderToFill = Annotated[Path | None, _path(_folder_to_fill), Words(_TO_FILL, "FOLDER")]
 FileToRead = Annotated[Path | None, _path(_file_to_read), Words("a file that can be read", "FILE")]
-SecretFile = Annotated[Path | None, _path(_secret_file), Words(_SECRET, "FILE")]
+SecretFile = Annotated[Path | None, _path(_secret_file), Words(_SECRET, "FILE", hint="needs chmod 600")]
 FileToWrite = Annotated[Path | None, _path(_file_to_write), Words(_TO_WRITE, "FILE")]
 ModelName = Annotated[
-    str | None, _read(read_model), Words("a folder, a model id of the Hugging Face hub or a GGUF file", "MODEL")
+    str | None,
+    _read(read_model),
+    Words("a folder, a model id of the Hugging Face hub or a GGUF file", "MODEL", hint="folder, hub id or GGUF file"),
 ]
 Name = Annotated[str | None, Field(max_length=200), Words("a text of 1 to 200 characters", "NAME")]
 

@@ -118,19 +118,21 @@ class HostLease:
         if self._loaded is not None:
             raise ServerError("this lease has loaded its experts already")
         try:
-            yield from self._load(request)
+            with self._server.watch_load(self.host) as tell:
+                yield from self._load(request, tell)
         except BaseException:
             if self._loaded is None:  # else the host went away at the last message
                 self._give_back_experts()
             raise
 
-    def _load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
+    def _load(self, request: pb.LoadExpertsRequest, tell: Callable[[int, int], object]) -> Iterator[pb.LoadProgress]:
         checkpoint = self._open_checkpoint(request.model)
         table = check_table(request, checkpoint)
         begun, loaded = monotonic(), 0
         sizes = [layer.expert_bytes for layer in checkpoint.layers]
         total = sum(len(experts) * size for experts, size in zip(table.layers, sizes, strict=True))
         logger.info("%s: loading %d experts, %.4g GiB, of %s", self.host, table.n_experts, total / GIB, checkpoint.path)
+        tell(0, total)
         yield pb.LoadProgress(loaded_bytes=0, total_bytes=total)
         read = self._store.read_bytes
         keys = [LayerKey.of(checkpoint, i, experts) for i, experts in enumerate(table.layers) if experts]
@@ -148,6 +150,7 @@ class HostLease:
             for key in keys:
                 self._load_layer(checkpoint, key, buffers)
                 loaded += len(key.experts) * sizes[key.layer]
+                tell(loaded, total)
                 yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
         # Hosts expect them in the order of the layers.
         for _, kernels in sorted(self._experts.items(), key=lambda item: item[0].layer):

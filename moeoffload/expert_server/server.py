@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Final
 
 import torch
@@ -16,7 +17,7 @@ from moeoffload.devices import free_now, memory_budget, resolve_devices
 from moeoffload.errors import SettingError
 from moeoffload.expert_server.agreement import Models
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.server_parts import ServerParts
+from moeoffload.expert_server.server_parts import LoadWatch, ServerParts
 from moeoffload.expert_server.service import ExpertService
 from moeoffload.expert_server.several_devices import SeveralDevices
 from moeoffload.expert_server.store import ExpertStore
@@ -30,7 +31,12 @@ _CPU: Final = torch.device("cpu")
 class ExpertServer:
     """A server in this process, until `stop`."""
 
-    def __init__(self, settings: ExpertServerSettings, on_drained: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        settings: ExpertServerSettings,
+        on_drained: Callable[[], object] = lambda: None,
+        watch_load: LoadWatch | None = None,
+    ) -> None:
         """Opens everything and serves; ``on_drained`` is called when the server is draining and its last host has left.
         Raises SettingError: the device does not exist, or has less memory than asked for; the address is taken; or the
         server would be open to others than its user says."""
@@ -54,7 +60,9 @@ class ExpertServer:
         store = ExpertStore(budget, lambda: sum(map(free_now, in_use)), keep_warm=keeps)
         models = Models(settings.model, settings.model_root, credentials.any_model)
         engine = Engine(coalesce=settings.coalesce)
-        self.parts = parts = ServerParts(settings, devices[0], store, engine, models, memories)
+        self.parts = parts = ServerParts(
+            settings, devices[0], store, engine, models, memories, watch_load or _unwatched
+        )
         self.service = ExpertService(parts, on_drained)
         engine.on_failure = fail = self.service.fail
         if settings.transport in ("auto", "shared"):
@@ -98,6 +106,10 @@ class ExpertServer:
         if parts.listener is not None:
             parts.listener.close()
         parts.store.close()
+
+
+def _unwatched(host: str) -> nullcontext[Callable[[int, int], object]]:
+    return nullcontext(lambda loaded, total: None)
 
 
 def _numeric(host: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -23,6 +24,8 @@ ROWS_FOR_OTHERS: Final = 128
 """Room for this many rows is left to other hosts, unless fewer than `LEAST_ROWS` would remain for this one."""
 ChannelFactory = Callable[[ChannelSizes, Deliver, str], ServerChannel]
 """Opens the server's end of a transport, given sizes, the receiver of requests and the host's public CURVE key."""
+LoadWatch = Callable[[str], AbstractContextManager[Callable[[int, int], object]]]
+"""Is open while experts are loaded for a host, given its name; yields what is told the bytes so far and all of them."""
 
 
 @dataclass
@@ -36,6 +39,7 @@ class ServerParts:
     models: Models
     memories: SeveralDevices | None
     """Set if experts are in several memories; ``device`` is the first of them."""
+    watch_load: LoadWatch
     factories: dict[str, ChannelFactory] = field(default_factory=dict)
     listener: StreamListener | None = None
     """Set if the stream transport is offered."""

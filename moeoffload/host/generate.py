@@ -76,17 +76,20 @@ class Watch:
     """Callbacks by which `generate` reports progress and asks whether to stop; called from several threads.
 
     ``on_prompt`` gets the number of prompt tokens computed so far and their total; ``should_stop`` is called at every
-    layer of the prompt and at every token of the answer.
+    layer of the prompt and at every token of the answer; ``on_tokens`` gets the number of the answer's tokens so far.
     """
 
     on_prompt: Callable[[float, int], None] = lambda done, total: None
     should_stop: Callable[[], bool] = lambda: False
+    on_tokens: Callable[[int], None] = lambda n_tokens: None
 
 
 class _Streamer(BaseStreamer):
     """Writes the text of the completion, and nothing else, to ``stream``, as soon as it is certain."""
 
-    def __init__(self, tokenizer: Any, stream: TextIO) -> None:
+    def __init__(self, tokenizer: Any, stream: TextIO, on_tokens: Callable[[int], None]) -> None:
+        self._on_tokens = on_tokens
+        self._n_tokens = 0
         self._detokenizer = Detokenizer(tokenizer)
         self._stream = stream
         self._is_prompt = True
@@ -106,6 +109,8 @@ class _Streamer(BaseStreamer):
                 self.on_first()
         for token in value.reshape(-1).tolist():
             self._write(self._detokenizer.push(token))
+        self._n_tokens += value.numel()
+        self._on_tokens(self._n_tokens)
 
     def end(self) -> None:
         """See `BaseStreamer`: called when the answer is complete."""
@@ -199,7 +204,7 @@ def generate(
         options["pad_token_id"] = tokenizer.eos_token_id
     if cache is not None:
         options["past_key_values"] = cache
-    streamer = _Streamer(tokenizer, stream)
+    streamer = _Streamer(tokenizer, stream, watch.on_tokens)
     n_prompt = prompt.inputs["input_ids"].shape[1]
     n_new = n_prompt - (cache.get_seq_length() if cache is not None else 0)
     if (drafter := new_drafter(settings, offloaded.draft)) is not None:

@@ -93,6 +93,7 @@ class OffloadedModel(Shown):
             reference = str(locate(reference))  # as servers are told
         self.reference = reference
         self.settings = settings
+        self._closed = False
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._device = resolve_device(settings.device, last=False)
@@ -215,12 +216,14 @@ class OffloadedModel(Shown):
 
     def close(self) -> None:
         """Ends all leases, stops spawned servers, frees everything. Idempotent."""
+        self._closed = True
         self._stack.close()
 
     def table(self) -> RenderableType:
-        """Returns the model, the main settings, and tables of the servers."""
+        """Returns the model, the main settings, and tables of the servers; of a closed model of those it had."""
         report = self.report()
-        return Group(f"{self.reference}: {report.title}, on {self._device}", *report.server_tables())
+        where = "closed" if self._closed else f"on {self._device}"
+        return Group(f"{self.reference}: {report.title}, {where}", *report.server_tables())
 
     def __enter__(self) -> OffloadedModel:
         return self

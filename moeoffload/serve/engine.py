@@ -68,6 +68,11 @@ class ServingEngine:
         """Whether requests are accepted: the engine is neither draining, stopping nor failed."""
         return self._thread.is_alive() and not (self.failure or self._draining or self._stopping)
 
+    @property
+    def n_requests(self) -> int:
+        """How many requests have been accepted and have not ended."""
+        return len(self._requests)
+
     def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> Sequence:
         """Queues a request.
         Raises PromptError: the prompt is empty or does not fit, or has a token outside the vocabulary; BusyError: the

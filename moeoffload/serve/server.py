@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from time import monotonic
 from types import FrameType
 from typing import Final
 
@@ -23,6 +24,7 @@ from moeoffload.serve.guard import Guard
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 512  # more get a 503, because expert servers need descriptors, too
+_TELL_S: Final = 1.0  # how often `HttpServer` says that it waits for running requests
 _LAST_BYTES_S: Final = 5  # time for responses to be sent after all requests have ended
 HEAD_TIMEOUT_S: float = 20.0
 """A connection is closed if no request begins within this time; between two requests within up to twice as long."""
@@ -66,13 +68,16 @@ class HttpServer(uvicorn.Server):
         engine: ServingEngine,
         settings: ServeSettings,
         on_ready: Callable[[], None],
+        on_stopping: Callable[[float], None] = lambda left_s: None,
     ) -> None:
-        """``on_ready`` is called when requests are accepted."""
+        """``on_ready`` is called when requests are accepted, ``on_stopping`` at the first signal and every second from
+        then on, from another thread, with the seconds that running requests have left."""
         self._app = app
         self._answering = answering
         self._engine = engine
         self._drain_s = settings.drain_seconds
         self._on_ready = on_ready
+        self._on_stopping = on_stopping
         self._draining: threading.Thread | None = None
         self.finished_all = True  # whether all accepted requests were answered
         tls = tls_context(settings)
@@ -110,7 +115,8 @@ class HttpServer(uvicorn.Server):
     def stop(self) -> None:
         """Stops: the first call lets running requests finish, the second ends them. Called in the event loop."""
         if self._draining is None:
-            log.warning("stopping; running requests have %g s to finish", self._drain_s)
+            log.warning("stopping; running requests have %g s to finish, a second signal ends them", self._drain_s)
+            self._on_stopping(self._drain_s)
             self._app.stopping = True
             # Not in the event loop, which must keep running, nor in its executor, which a second signal would wait for.
             self._draining = threading.Thread(target=self._drain, name="drain", daemon=True)
@@ -119,7 +125,11 @@ class HttpServer(uvicorn.Server):
             self._end(False)
 
     def _drain(self) -> None:
-        done = self._engine.drain(self._drain_s)
+        deadline = monotonic() + self._drain_s
+        left_s = self._drain_s
+        while not (done := self._engine.drain(min(left_s, _TELL_S))) and left_s > _TELL_S:
+            left_s = max(0.0, deadline - monotonic())
+            self._on_stopping(left_s)
         with contextlib.suppress(RuntimeError):  # the event loop has already ended after a second signal
             self._loop.call_soon_threadsafe(self._end, done)
 

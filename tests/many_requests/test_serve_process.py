@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import psutil
 import pytest
 import tasks
 from command_lines import Commands, one_line_error, wait_until
-from conftest import DEMO, StartServer
+from conftest import DEMO, RunningServer, StartServer
+from terminals import CTRL_C, Terminal
 
-from many_requests.http_kit import RUNNING, WAITING, Process, start_serve
+from many_requests.http_kit import RUNNING, WAITING, Http, Process, start_serve
 
 N_OFFERED = 128
 GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0}
@@ -118,8 +120,27 @@ def test_a_second_signal_stops_at_once(commands: Commands, tmp_path: Path) -> No
             list(stream)
     result = server.command.wait(20)
     assert result.code == 1
-    assert "Traceback" not in result.err
+    assert len(result.err.splitlines()) == 2, "what it waits for, and that it gives up"
     commands.check_clean()
+
+
+def test_a_second_ctrl_c_ends_at_once_what_the_first_one_waits_for(server: RunningServer) -> None:
+    words = ("--experts", server.address, "--threads", "1", "--device", "cpu", "--kv-gib", "0.02", "--port", "0")
+    with Terminal("moeoffload", "serve", DEMO, *words, "--drain-seconds", "100", columns=80) as terminal:
+        terminal.until("/v1\r\n")
+        port = re.findall(r"http://127\.0\.0\.1:([0-9]+)/v1", terminal.shown)[-1]
+        with Http(int(port), "none").client() as client:
+            stream = client.completions.create(prompt="x", stream=True, **ENDLESS | {"model": "checkpoint"})
+            next(stream)
+            terminal.type(CTRL_C)
+            terminal.until("1 request still running, 9")  # of the 100 s some have passed
+            terminal.type(CTRL_C)
+            with pytest.raises(openai.APIError):
+                list(stream)
+        code, _ = terminal.end()
+    assert code == 1
+    assert terminal.shown.count("INFO") + terminal.shown.count("WARNING") == 2, terminal.shown
+    assert "Traceback" not in terminal.shown
 
 
 def test_clients_stay_when_an_expert_server_is_killed(
