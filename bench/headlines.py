@@ -188,6 +188,15 @@ def _concurrent_answers(rows: Rows) -> str:
     return f"**{min(row['same_tokens_percent'] for row in rows):.1f} %** of answers have the tokens they have alone"
 
 
+def _harness(rows: Rows) -> str:
+    scores = [
+        f"{row['task']} **{row['right']:.1f} %** (transformers {row['local']:.1f} %)" for row in rows if row["local"]
+    ]
+    schemas = [(row["asked"] * row["right"] / 100, row["asked"]) for row in rows if row["local"] is None]
+    valid, asked = map(sum, zip(*schemas, strict=True))
+    return f"lm-eval: {'; '.join(scores)}; random JSON schemas: **{valid:.0f} of {asked}** valid"
+
+
 def _startup(rows: Rows) -> str:
     named = ("server ready", "first token, warm server", "serve ready")
     return "; ".join(
@@ -250,6 +259,7 @@ HEADLINES: dict[str, Callable[[Rows], str]] = {
     "faults": _faults,
     "formats_parity": _formats_parity,
     "fuzz": _fuzz,
+    "harness": _harness,
     "hot_experts": _hot_experts,
     "kernels": _kernels,
     "llama_cpp": _llama_cpp,

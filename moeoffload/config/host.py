@@ -52,7 +52,7 @@ class HostSettings(CommonSettings):
     )
     dtype: PayloadChoice = channel(
         "auto",
-        "The dtype of rows that travel to servers.",
+        "The dtype of rows that travel to servers; what the model computes in is --model-dtype.",
         means="the model's activation dtype",
         common=True,
     )
@@ -78,7 +78,9 @@ class HostSettings(CommonSettings):
     device: values.Device = compute(
         "auto", "Where the dense layers run.", means="the first CUDA device, else the CPU", common=True
     )
-    model_dtype: Literal["auto", "f32", "f16", "bf16"] = compute("auto", "Compute dtype.", means="the checkpoint's")
+    model_dtype: Literal["auto", "f32", "f16", "bf16"] = compute(
+        "auto", "What the model computes in: the dtype of transformers' from_pretrained.", means="the checkpoint's"
+    )
     expert_format: Literal["keep", "int8", "int4", "fp8", "mxfp4"] = compute(
         "keep", "What servers pack experts of 16 or 32 bits in.", means="as they are stored", common=True
     )

@@ -53,8 +53,9 @@ def open_model(
     Args:
         model: folder of a transformers checkpoint, hub id, or a GGUF file.
         settings: all settings at once; or give single ones as keywords (``experts=["127.0.0.1:50051"]``,
-            ``mode="batched"``, ``dtype="bf16"``, ...; docs/settings.md lists them). Without ``experts`` one server is
-            started for each spare GPU, or one on the CPU.
+            ``mode="batched"``, ``model_dtype="f32"``, ...; docs/settings.md lists them). ``model_dtype`` is what
+            transformers' ``from_pretrained`` calls ``dtype``; ``dtype`` here is that of the rows that travel to
+            servers. Without ``experts`` one server is started for each spare GPU, or one on the CPU.
         revision: branch, tag or commit of a hub id.
         on_progress: told while servers load.
 

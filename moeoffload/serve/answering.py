@@ -170,7 +170,7 @@ class Answering:
                     options = request.options(number, max_tokens, alternatives, prompt.matcher, defaults)
                     choices.submit(prompt.tokens, options, self._choice(len(choices.choices), request, prompt))
             if request.stream:
-                return EventStream(chunks(), at_end.pop_all().close, form.has_names)
+                return EventStream(chunks(), at_end.pop_all().close, form.error, form.has_names)
             return await unless_client_leaves(receive, whole())
 
     def _choice(self, index: int, request: GenerationRequest, prompt: Prompt) -> Choice:

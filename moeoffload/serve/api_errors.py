@@ -1,4 +1,4 @@
-"""Errors in the form of OpenAI's API: a status, and JSON with message, type, parameter and code."""
+"""Errors in the form of OpenAI's API: a status, and JSON with message, type, parameter and code; and Anthropic's."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ log = logging.getLogger(__name__)
 
 MESSAGES_PATH: Final = "/v1/messages"
 _TYPES: Final = {429: "requests", 500: "server_error", 503: "server_error"}
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+_OTHER_TYPE: Final = "invalid_request_error"
 _LONGEST_MESSAGE: Final = 1000
 
 
@@ -36,12 +47,17 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The error as JSON, for a response or a stream."""
-        kind = _TYPES.get(self.status, "invalid_request_error")
+        kind = _TYPES.get(self.status, _OTHER_TYPE)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    def anthropic_body(self) -> dict[str, Any]:
+        """The error as JSON of Anthropic's API, with param and code of OpenAI's."""
+        error = self.body()["error"] | {"type": _ANTHROPIC_TYPES.get(self.status, _OTHER_TYPE)}
+        return {"type": "error", "error": error}
+
     def response(self, path: str) -> JSONResponse:
-        """The error as a response to a request for ``path``; Anthropic's messages have an error type."""
-        body = {"type": "error"} | self.body() if path.startswith(MESSAGES_PATH) else self.body()
+        """The error as a response to a request for ``path``."""
+        body = self.anthropic_body() if path.startswith(MESSAGES_PATH) else self.body()
         return JSONResponse(body, self.status, self.headers)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from moeoffload.serve.answer_parser import Part, ToolCall
+from moeoffload.serve.api_errors import ApiError
 from moeoffload.serve.choices import Piece
 from moeoffload.serve.forms import Form, Json
 from moeoffload.serve.request import FinishReason
@@ -57,6 +58,10 @@ class _BlockForm(Form):
             self.chunks(piece)
         return self.message(usage)
 
+    def error(self, error: ApiError) -> Json:
+        """See `Form`."""
+        return {"type": "error"} | error.body()
+
     @abstractmethod
     def message(self, usage: Json) -> Json:
         """The answer so far."""
@@ -91,6 +96,10 @@ class MessagesForm(_BlockForm):
     """Anthropic's messages."""
 
     prefix = "msg"
+
+    def error(self, error: ApiError) -> Json:
+        """See `Form`."""
+        return error.anthropic_body()
 
     def opening(self, n_choices: int, usage: Json) -> list[Json]:
         """See `Form`."""

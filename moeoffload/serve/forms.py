@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 from moeoffload import __version__
 from moeoffload.host.detokenizer import TokenTexts
 from moeoffload.serve.answer_parser import ToolCall
+from moeoffload.serve.api_errors import ApiError
 from moeoffload.serve.choices import Piece
 from moeoffload.serve.request import TokenChoice
 
@@ -41,6 +42,10 @@ class Form(ABC):
     @abstractmethod
     def whole(self, pieces: Sequence[Sequence[Piece]], usage: Json) -> Json:
         """The whole answer; ``pieces`` are by choice."""
+
+    def error(self, error: ApiError) -> Json:
+        """What a stream says last instead of an answer."""
+        return error.body()
 
 
 @dataclass

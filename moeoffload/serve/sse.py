@@ -12,7 +12,7 @@ from sse_starlette.sse import AppStatus, SendTimeoutError
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from moeoffload.serve.api_errors import of_exception
+from moeoffload.serve.api_errors import ApiError, of_exception
 
 SEND_TIMEOUT_S: float = 60.0  # a client that reads nothing for this long is gone
 PING_S: float = 15.0
@@ -42,13 +42,17 @@ async def _until_disconnect(receive: Receive) -> None:
 
 
 class EventStream(EventSourceResponse):
-    """Sends each chunk as one event, then ``[DONE]``; an error is the last event, in OpenAI's form.
+    """Sends each chunk as one event, then ``[DONE]``; an error is the last event, as ``told``.
     With ``named``, events are named after their type, and there is no ``[DONE]``."""
 
     def __init__(
-        self, chunks: AsyncGenerator[dict[str, Any], None], on_end: Callable[[], None], named: bool = False
+        self,
+        chunks: AsyncGenerator[dict[str, Any], None],
+        on_end: Callable[[], None],
+        told: Callable[[ApiError], dict[str, Any]],
+        named: bool = False,
     ) -> None:
-        super().__init__(_events(chunks, named), ping=PING_S, sep="\n", send_timeout=SEND_TIMEOUT_S)
+        super().__init__(_events(chunks, told, named), ping=PING_S, sep="\n", send_timeout=SEND_TIMEOUT_S)
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,7 +66,7 @@ class EventStream(EventSourceResponse):
 
 
 async def _events(
-    chunks: AsyncGenerator[dict[str, Any], None], named: bool
+    chunks: AsyncGenerator[dict[str, Any], None], told: Callable[[ApiError], dict[str, Any]], named: bool
 ) -> AsyncGenerator[str | dict[str, str], None]:
     try:
         async for chunk in chunks:
@@ -70,8 +74,8 @@ async def _events(
         if not named:
             yield "[DONE]"
     except Exception as error:  # the status was sent already; of_exception logs unexpected errors
-        body = of_exception(error).body()
-        yield {"event": "error", "data": _json({"type": "error"} | body)} if named else _json(body)
+        body = _json(told(of_exception(error)))
+        yield {"event": "error", "data": body} if named else body
     finally:
         await chunks.aclose()
 

@@ -15,6 +15,7 @@ from models import secret_file
 from openai.types.shared import Reasoning
 
 from many_requests.http_kit import HI, KEY, FakeEngine, Process, Running, serving, tokens_of
+from moeoffload.errors import ServerError
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"]}
@@ -103,6 +104,35 @@ def test_responses_whole_and_streamed(server: Running) -> None:
     assert events[:2] == ["response.created", "response.in_progress"]
     assert events[-1] == "response.completed"
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+def test_messages_errors_are_those_of_anthropic(tokenizer: Any, tmp_path: Path) -> None:
+    engine, file = FakeEngine(tokens_of("yes")), secret_file(tmp_path / "key", KEY)
+
+    def refused(kind: type[anthropic.APIStatusError], key: str = KEY, **change: Any) -> str:
+        asked = {"model": "demo", "messages": HI, "max_tokens": 9} | change
+        with running.anthropic(key) as client, pytest.raises(kind) as caught:
+            list(client.messages.create(**asked))
+        body: Any = caught.value.body
+        assert body["type"] == "error"
+        return str(body["error"]["type"])
+
+    with serving(engine, tokenizer, KEY, api_key_file=file) as running:
+        assert refused(anthropic.NotFoundError, model="other") == "not_found_error"
+        assert refused(anthropic.BadRequestError, max_tokens=0) == "invalid_request_error"
+        assert refused(anthropic.AuthenticationError, "none") == "authentication_error"
+        large = [{"role": "user", "content": "x" * (9 << 20)}]
+        assert refused(anthropic.ContentTooLargeError, messages=large) == "request_too_large"
+        engine.room = 0
+        assert refused(anthropic.RateLimitError) == "rate_limit_error"
+        engine.room, engine.error, engine.tokens = 9, RuntimeError("secret"), []
+        assert refused(anthropic.InternalServerError) == "api_error"
+        engine.error = ServerError("server b is lost")
+        assert refused(anthropic.InternalServerError) == "overloaded_error"
+        assert refused(anthropic.APIStatusError, stream=True) == "overloaded_error"
+    with serving(engine, tokenizer) as running:
+        reply = running.ask("POST", "/v1/messages", {}, Origin="https://attacker.example")
+        assert (reply.status, reply.error["type"]) == (403, "permission_error")
 
 
 def test_an_error_within_a_stream_reaches_the_client(tokenizer: Any) -> None:

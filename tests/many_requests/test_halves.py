@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import tasks
 import torch
+from command_lines import wait_until
 from conftest import DEMO, StartServer, demo_prompt
+from models import n_tokens
 
 from moeoffload import OffloadedModel, open_model
 from moeoffload.errors import DeadlineError, ServerError
@@ -22,7 +27,7 @@ from moeoffload.serve.model_runner import ModelRunner
 from moeoffload.serve.request import FinishReason, SamplingOptions
 from moeoffload.serve.sequence import Sequence, Share
 
-from .client import ask, limits
+from .client import ask, limits, whole
 
 SOON_S = 20.0
 
@@ -193,6 +198,58 @@ def test_requests_get_their_tokens_although_a_server_goes(start_server: StartSer
             assert {answer.finish for answer in after} == {FinishReason.LENGTH}
             assert found.recovery()["lost"], "the server went while they were computed"
     assert [answer.tokens for answer in after] == [answer.tokens for answer in before]
+
+
+def test_answers_with_guesses_after_prompts_in_halves_are_those_without(three_servers: list[str]) -> None:
+    """Steps that verify guesses, of which some are wrong, are whole."""
+    options: dict[str, Any] = {"model_dtype": "f32", "dtype": "f32", "device": "cpu", "adapt_guesses": False}
+    with open_model(DEMO, experts=three_servers[:2], prompt_lookup=4, **options) as found:
+        found.model.generation_config.eos_token_id = None
+        lines = tasks.long_prompt(150, seed=1).rpartition("\n")[0]
+        texts = [f"{lines}\n{question}" for question in ("sort abcabca =", "reverse abababa =")]
+        prompts = [found.tokenizer(text)["input_ids"] for text in texts]
+        expected = [n_tokens(found.model, torch.tensor([prompt]), 24) for prompt in prompts]
+        with ServingEngine(found, limits()) as engine:
+            answers = [ask(engine, prompt, 24, ignore_eos=True) for prompt in prompts]
+            assert {answer.finish for answer in answers} == {FinishReason.LENGTH}
+            assert found.recorder.phases[PREFILL].thread_s > 0, "prompts were computed in halves"
+            tokens = engine.stats.tokens
+            assert 0 < tokens.guessed_right < tokens.guessed
+    assert [answer.tokens for answer in answers] == expected
+
+
+def test_requests_whose_halves_both_fail_end_and_the_next_ones_do_not(start_server: StartServer) -> None:
+    """The only server goes while both halves wait for it."""
+    server = start_server()
+    prompts = [demo_prompt(n, seed=n)[0].tolist() for n in (20, 150, 170)]
+    waits, held, halves = threading.Event(), threading.Event(), list[int]()
+
+    def strike(layer: int, ids: torch.Tensor) -> None:
+        if len(ids) < len(prompts[0]):  # the first request's answer, in whose next step both others are
+            waits.set()
+            assert held.wait(SOON_S)
+        elif len(ids) > len(prompts[0]):
+            halves.append(threading.get_ident())
+            server.process.send_signal(signal.SIGSTOP if len(halves) == 1 else signal.SIGKILL)
+
+    with (
+        open_model(DEMO, experts=[server.address], device="cpu", fallback_gib=0) as found,
+        ServingEngine(found, limits()) as engine,
+    ):
+        expected = whole(engine, prompts[1], 8)
+        found.dispatcher.on_routes = strike
+        answers = [ask(engine, prompts[0], 1000, ignore_eos=True)]
+        assert waits.wait(SOON_S)
+        answers += [ask(engine, prompt, 8, ignore_eos=True) for prompt in prompts[1:]]
+        held.set()
+        assert {answer.finish for answer in answers} == {FinishReason.ERROR}
+        told = [answer.progress[-1].error for answer in answers]
+        assert all(isinstance(error, ServerError) and server.address in str(error) for error in told), told
+        assert len(set(halves)) == len(halves) == 2
+        found.dispatcher.on_routes = None
+        server.start()
+        wait_until(lambda: ask(engine, prompts[1], 8).finish is not FinishReason.ERROR, "an answer")
+        assert whole(engine, prompts[1], 8).tokens == expected.tokens
 
 
 def test_without_a_pipeline_steps_are_whole(three_servers: list[str]) -> None:

@@ -10,21 +10,17 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from random_schemas import ASK, CLOSING, SCHEMAS, Schema, validator
 
 from many_requests.http_kit import Process, form
-from many_requests.random_schemas import SCHEMAS, Schema
 from moeoffload.serve.grammar import Grammar, GrammarCompiler, allowed_by
 from moeoffload.serve.response_formats import AnswerFormat
 
 N_EXAMPLES = int(os.environ.get("N_SCHEMAS", "10"))
-CLOSING: dict[str, Any] = {"logit_bias": {str(ord(letter)): 14 for letter in '"]}'}, "frequency_penalty": 0.3}
-"""The demo model was not trained to write JSON; left to itself it repeats a letter and ends no text."""
-ASK: list[Any] = [{"role": "user", "content": "reverse abc ="}]
 
 
 async def answers(server: Process, asked: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -58,10 +54,9 @@ def test_answers_are_valid_by_their_schema_greedy_and_sampled_together(
     common = {"response_format": form(schema), "max_tokens": 1000, **CLOSING}
     sampled = {"temperature": 1.0, "seed": seed, "n": 2}
     told = asyncio.run(answers(serve_process, [common | {"temperature": 0}, common | sampled]))
-    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
     for text, end in told:
         assert end == "stop", (schema, text)
-        validator.validate(json.loads(text))
+        validator(schema).validate(json.loads(text))
 
 
 def test_expressions_choices_and_plain_requests_at_the_same_time(serve_process: Process) -> None:

@@ -1,12 +1,18 @@
-"""JSON schemas at random, each of which has valid answers."""
+"""JSON schemas at random, each of which has valid answers; and what answers by the demo model need."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import jsonschema
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 Schema = dict[str, Any]
+CLOSING: dict[str, Any] = {"logit_bias": {str(ord(letter)): 14 for letter in '"]}'}, "frequency_penalty": 0.3}
+"""The demo model was not trained to write JSON; left to itself it repeats a letter and ends no text."""
+ASK: list[Any] = [{"role": "user", "content": "reverse abc ="}]
 _NAMES = st.sampled_from(["name", "age", "tags", "x y", "gr\u00fc\u00df", 'a"b', "point", "\u20ac", "id", "next"])
 _SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-1000, 1000), st.text(max_size=8))
 _BOUNDS = st.tuples(st.integers(-50, 50), st.integers(0, 100)).map(lambda pair: (pair[0], pair[0] + pair[1]))
@@ -81,3 +87,28 @@ _TREE: Schema = {
     "$ref": "#/$defs/node",
 }
 SCHEMAS = st.one_of(_PARTS, _objects(_PARTS), _arrays(_PARTS), st.just(_TREE))
+
+
+def validator(schema: Schema) -> Any:
+    """Checks formats, too."""
+    return jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+
+
+def different_schemas(n: int) -> list[Schema]:
+    """``n`` different schemas, the same each time."""
+    found: dict[str, Schema] = {}
+
+    @settings(
+        max_examples=4 * n,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(SCHEMAS)
+    def collect(schema: Schema) -> None:
+        found.setdefault(json.dumps(schema, sort_keys=True), schema)
+
+    collect()
+    return list(found.values())[:n]
