@@ -71,6 +71,23 @@ def test_a_signal_while_it_imports_ends_it_before_it_is_ready(
         process.communicate()
 
 
+def test_the_end_of_stdin_while_it_imports_ends_a_server_that_a_host_has_started(tmp_path: Path) -> None:
+    """As when Ctrl-C, or SIGKILL, ends a host that still imports, too."""
+    log = tmp_path / "stderr.txt"
+    command = [sys.executable, "-m", "moeoffload.cli.expert_app", "--exit-with-stdin", "--listen", "127.0.0.1:0"]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [*command, "--memory-gib", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, cwd=ROOT
+        )
+    try:
+        wait_until(lambda: "importing torch" in log.read_text(), "the import of torch")
+        assert process.communicate(timeout=READY_TIMEOUT_S)[0] == b"", "it never was ready"
+        assert "importing torch" in log.read_text().splitlines()[-1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_version_is_one_line_on_stdout() -> None:
     """Of the console script as a user starts it."""
     script = Path(sys.executable).parent / "moeoffload-expert"

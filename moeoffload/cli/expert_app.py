@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import FrameType
@@ -48,6 +49,9 @@ def serve(
         "%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     log = logging.getLogger("moeoffload.expert_server")
+    if exit_with_stdin:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # also where the host ignores it
+        threading.Thread(target=_interrupt_at_the_end_of, args=(sys.stdin.fileno(),), daemon=True).start()
     if settings.model is not None and named_path(settings.model) is None:
         log.info("looking for %s, in the local cache and on the hub", settings.model)
         check_hub_id(settings.model, None)  # now rather than when the first host attaches
@@ -73,7 +77,6 @@ def serve(
         server.parts.store.budget_bytes / (1 << 30),
         ", ".join(server.parts.factories),
     )
-    stdin = sys.stdin.fileno() if exit_with_stdin else None
     try:
         print(f"moeoffload-expert ready on {server.address} ({devices})", flush=True)
         # The import takes seconds, which the first host should not wait for; if it fails, that host gets the error.
@@ -83,10 +86,10 @@ def serve(
             quick_imports(),
         ):
             import_module("moeoffload.checkpoint")
-        if _wait(stopped, stdin) == signal.SIGTERM:
+        if _wait(stopped) == signal.SIGTERM:
             log.info("draining: %d leases", server.service.drain())
             # Ends at another signal, when the last host has left, or at the timeout.
-            _wait(stopped, stdin, settings.drain_timeout_s)
+            _wait(stopped, settings.drain_timeout_s)
     finally:
         server.stop()
         if bars is not None:
@@ -113,19 +116,17 @@ def _in_the_pipe(number: int, frame: FrameType | None) -> None:
     """Does nothing: the signal is read from the pipe."""
 
 
-def _wait(stopped: int, stdin: int | None, timeout_s: float | None = None) -> int:
-    """Returns the number of the signal that arrived, or ``d`` as a number if the server has drained; else 0: after
-    ``timeout_s`` seconds, or when ``stdin`` is closed.
+def _interrupt_at_the_end_of(stdin: int) -> None:
+    """Sends Ctrl-C once ``stdin`` is closed: the process that started this one has ended."""
+    while os.read(stdin, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
 
-    A closed ``stdin`` means that the process that started the server has ended.
-    """
-    watched = [stopped] if stdin is None else [stopped, stdin]
-    while ready := select.select(watched, [], [], timeout_s)[0]:
-        if stopped in ready:
-            return os.read(stopped, 1)[0]
-        if not os.read(ready[0], 4096):
-            return 0
-    return 0
+
+def _wait(stopped: int, timeout_s: float | None = None) -> int:
+    """Returns the number of the signal that arrived, or ``d`` as a number if the server has drained; 0 after
+    ``timeout_s`` seconds."""
+    return os.read(stopped, 1)[0] if select.select([stopped], [], [], timeout_s)[0] else 0
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from moeoffload.cli.display import Display
 from moeoffload.cli.imports import import_transformers, quick_imports
 from moeoffload.cli.signals import signals_unwind
 from moeoffload.config import HostSettings
+from moeoffload.host.spawn import devices_before_torch, spawned_servers
 from moeoffload.model_name import check_hub_id, check_revision, named_path
 
 if TYPE_CHECKING:
@@ -31,14 +32,19 @@ def open_with_progress(
         if named_path(model) is None:
             with display.working(f"looking for {model}, in the local cache and on the hub"):
                 check_hub_id(model, revision)
+        from moeoffload.control.credentials import HostCredentials  # imports gRPC, which --help need not wait for
+
+        HostCredentials.of(settings)  # refuses files that it cannot use before a server is started
+        devices = devices_before_torch(settings)
+        spawned = stack.enter_context(spawned_servers(settings, devices)) if devices else None
         with display.working("importing torch and transformers") as on_progress:
             with quick_imports():
                 # They take seconds to import; --help, --version and setting errors need not wait for them.
                 import_transformers()
-                from moeoffload.host.session import open_model
+                from moeoffload.host.session import OffloadedModel
 
             stack.enter_context(signals_unwind())
-            offloaded = open_model(model, settings=settings, revision=revision, on_progress=on_progress)
+            offloaded = OffloadedModel(model, settings, revision, on_progress, spawned)
         try:
             yield offloaded
         finally:

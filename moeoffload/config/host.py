@@ -37,7 +37,7 @@ class HostSettings(CommonSettings):
         None, "Memory of each server started here.", means="what is free", common=True
     )
     work_dir: values.FolderToFill = servers(
-        None, "The folder for logs and temporary files of servers started on this machine.", means="a temporary folder"
+        None, "The folder for the logs of servers started on this machine.", means="temporary files"
     )
     tls_ca: values.FileToRead = security(
         None,

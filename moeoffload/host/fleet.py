@@ -19,7 +19,7 @@ from moeoffload.host.attach import AttachPlan, Candidate, attach, connect, descr
 from moeoffload.host.fallback import ExpertCache, FallbackLink
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.shard import Holder, ServerEvents, Shard
-from moeoffload.host.spawn import server_devices, spawned_servers
+from moeoffload.host.spawn import Spawned, server_devices, spawned_servers
 from moeoffload.host.speeds import measure, placement_speeds
 from moeoffload.placement import GIB, ExpertTable, MemoryOffer, batch_row_bytes, place_experts, place_replicas
 
@@ -38,9 +38,10 @@ ROOM_S: Final = 1.0
 class Fleet:
     """Holds connections, leases and spawned servers; `close` ends all of them."""
 
-    def __init__(self, plan: AttachPlan, *, is_needed: bool) -> None:
+    def __init__(self, plan: AttachPlan, *, is_needed: bool, spawned: Spawned | None = None) -> None:
         """Connects to the servers of the settings; starts some if the settings name none, or one in the place of those
-        that are missing, if ``is_needed``: unless every expert is on the host.
+        that are missing, if ``is_needed``: unless every expert is on the host. With ``spawned`` the caller has started
+        them, and stops them.
         Raises ServerError: a required server cannot be reached, or one cannot be started."""
         self._plan = plan
         self._stack = contextlib.ExitStack()
@@ -51,7 +52,7 @@ class Fleet:
         self.events = ServerEvents()
         self._connections = contextlib.ExitStack()
         try:
-            self._candidates = self._find(is_needed=is_needed)
+            self._candidates = self._find(spawned, is_needed=is_needed)
             self._pool = ThreadPoolExecutor(max(1, len(self._candidates)), thread_name_prefix="servers")
             # Runs after the connections are closed, so that no thread can block it.
             self._stack.callback(self._pool.shutdown, cancel_futures=True)
@@ -61,7 +62,7 @@ class Fleet:
             self._stack.close()
             raise
 
-    def _find(self, *, is_needed: bool) -> list[Candidate]:
+    def _find(self, spawned: Spawned | None, *, is_needed: bool) -> list[Candidate]:
         settings, checkpoint = self._plan.settings, self._plan.checkpoint
         found: list[Candidate] = []
         missing = 0
@@ -80,13 +81,15 @@ class Fleet:
                     raise
                 logger.warning("%s; a server on this machine takes its place", error)
                 missing += 1
-        devices = server_devices(settings, self._plan.device) if is_needed else []
-        if settings.experts:
-            devices = devices[: min(missing, 1)]
-        if devices:
-            logger.info("starting %s", ", ".join(f"an expert server on {device}" for device in devices))
-            for spawned in self._stack.enter_context(spawned_servers(settings, devices)):
-                reach(spawned)
+        if spawned is None and is_needed:
+            devices = server_devices(settings, self._plan.device)
+            if settings.experts:
+                devices = devices[: min(missing, 1)]
+            if devices:
+                spawned = self._stack.enter_context(spawned_servers(settings, devices))
+        if spawned is not None:
+            for started in spawned():
+                reach(started)
         return found
 
     def attach(self, experts: Sequence[Sequence[int]], usage: Sequence[Sequence[int]] | None = None) -> None:

@@ -30,6 +30,7 @@ from moeoffload.host.routing import read_routing_stats
 from moeoffload.host.second_opinion import Verification
 from moeoffload.host.shard import ServerEvents
 from moeoffload.host.shared_experts import overlap_shared_experts
+from moeoffload.host.spawn import Spawned
 from moeoffload.host.speculative import GuessLength, check_can_verify, most_guesses
 from moeoffload.host.turns import Turns
 from moeoffload.kernels.fast_dense import accelerate_dense
@@ -89,7 +90,9 @@ class OffloadedModel(Shown):
         settings: HostSettings,
         revision: str | None,
         on_progress: OnProgress | None,
+        spawned: Spawned | None = None,
     ) -> None:
+        """``spawned`` are servers that the caller has started, and stops after this model is closed."""
         if reference.endswith(WEIGHTS_SUFFIX):
             reference = str(locate(reference))  # as servers are told
         self.reference = reference
@@ -119,7 +122,7 @@ class OffloadedModel(Shown):
             ]
             where = str(Path(reference).absolute()) if Path(reference).exists() else reference
             plan = AttachPlan(self.checkpoint, where, revision, self._payloads, settings, self._device, on_progress)
-            fleet = Fleet(plan, is_needed=any(remote))
+            fleet = Fleet(plan, is_needed=any(remote), spawned=spawned)
             stack.callback(fleet.close)
             fleet.attach(remote, usage)
             # The dense layers load while the servers load theirs.

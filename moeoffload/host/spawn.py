@@ -1,24 +1,33 @@
-"""Expert servers that the host starts on its own machine: one process each, which ends when the host ends."""
+"""Expert servers that the host starts on its own machine: one process each, which ends when the host ends.
+
+This module does not import torch, so that a server can import it at the same time as the host.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Final
-
-import torch
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Final
 
 from moeoffload.config import ExpertServerSettings, HostSettings
 from moeoffload.errors import DeadlineError, ServerError, SettingError
 from moeoffload.last_resort import answer_within
+from moeoffload.native import has_gpu_driver
 
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+Spawned = Callable[[], list[str]]
+"""Waits until servers are ready and returns their addresses. Raises ServerError: see `_ready_address`."""
 _READY: Final = re.compile(rb"ready on (\S+)")
 START_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 10.0
@@ -28,33 +37,54 @@ def server_devices(settings: HostSettings, host_device: torch.device) -> list[st
     """Returns the device of each server to start: all spare GPUs (only GPU ``gpu`` if that is set), or the CPU."""
     if settings.gpu is not None:
         return [f"cuda:{settings.gpu}"]
+    import torch
+
     used = host_device.index if host_device.type == "cuda" else None
     spare = [f"cuda:{i}" for i in range(torch.cuda.device_count()) if i != used]
     return spare or ["cpu"]
 
 
+def devices_before_torch(settings: HostSettings) -> list[str]:
+    """Returns what `server_devices` will, if a server is needed in any case and torch need not be asked; else none."""
+    if settings.experts or settings.local_experts_gib or settings.device not in ("auto", "cpu"):
+        return []
+    if settings.gpu is not None:
+        return [f"cuda:{settings.gpu}"]
+    return [] if has_gpu_driver() else ["cpu"]
+
+
 @contextlib.contextmanager
-def spawned_servers(settings: HostSettings, devices: Sequence[str]) -> Iterator[list[str]]:
-    """Starts one server on each device and yields their addresses. Afterwards it stops them, and kills those that do
-    not stop in time.
+def spawned_servers(settings: HostSettings, devices: Sequence[str]) -> Iterator[Spawned]:
+    """Starts one server on each device and yields what waits for them. Afterwards it stops them, and kills those that
+    do not stop in time.
 
-    Logs go to ``work_dir``, or to a temporary folder if it is not set. Raises ServerError: see `_ready_address`.
+    Logs go to ``work_dir``, or to temporary files if it is not set.
     """
+    logger.info("starting %s", ", ".join(f"an expert server on {device}" for device in devices))
     with contextlib.ExitStack() as stack:
-        folder = settings.work_dir
-        if folder is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moeoffload-")))
-        folder.mkdir(parents=True, exist_ok=True)
-        logs = [folder / f"expert-server-{number}.log" for number in range(len(devices))]
         processes: list[subprocess.Popen[bytes]] = []
+        logs: list[IO[bytes]] = []
         stack.callback(_stop, processes)
-        for device, log in zip(devices, logs, strict=True):
-            processes.append(_start(settings, device, log))
-        deadline = time.monotonic() + START_TIMEOUT_S
-        yield [_ready_address(process, log, deadline) for process, log in zip(processes, logs, strict=True)]
+        for number, device in enumerate(devices):
+            logs.append(stack.enter_context(_log_file(settings, number)))
+            processes.append(_start(settings, device, logs[-1]))
+
+        def wait() -> list[str]:
+            deadline = time.monotonic() + START_TIMEOUT_S
+            return [_ready_address(process, log, deadline) for process, log in zip(processes, logs, strict=True)]
+
+        yield wait
 
 
-def _start(settings: HostSettings, device: str, log_path: Path) -> subprocess.Popen[bytes]:
+def _log_file(settings: HostSettings, number: int) -> IO[bytes]:
+    """A temporary file has no name: nothing is left of it, also where a signal ends the host at once."""
+    if settings.work_dir is None:
+        return tempfile.TemporaryFile()
+    settings.work_dir.mkdir(parents=True, exist_ok=True)
+    return (settings.work_dir / f"expert-server-{number}.log").open("w+b")
+
+
+def _start(settings: HostSettings, device: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "moeoffload.cli.expert_app", "--exit-with-stdin"]
     command += ["--listen", "127.0.0.1:0", "--device", device, "--slots", str(max(4, settings.slots))]
     for option, value in (
@@ -67,16 +97,15 @@ def _start(settings: HostSettings, device: str, log_path: Path) -> subprocess.Po
     # A variable meant for the host may mean something else to a server: servers get their settings as options only.
     names = {name for info in ExpertServerSettings.infos() for name in info.env_names}
     environment = {name: value for name, value in os.environ.items() if name not in names}
-    with log_path.open("wb") as log:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=environment,
-            # Ctrl-C in the terminal reaches the host alone, which then stops its servers.
-            start_new_session=True,
-        )
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=environment,
+        # Ctrl-C in the terminal reaches the host alone, which then stops its servers.
+        start_new_session=True,
+    )
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -93,7 +122,7 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
                 process.kill()
 
 
-def _ready_address(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
+def _ready_address(process: subprocess.Popen[bytes], log: IO[bytes], deadline: float) -> str:
     """Returns the address in the line that a server prints when it is ready.
     Raises SettingError: the server refused its settings, which the host gave it; ServerError: it ended for another
     reason (both quote the last line of its log); DeadlineError: it was not ready in time."""
@@ -109,7 +138,8 @@ def _ready_address(process: subprocess.Popen[bytes], log: Path, deadline: float)
         raise DeadlineError(f"a spawned expert server was not ready within {START_TIMEOUT_S:g} s") from None
     if match is None:
         process.wait(STOP_TIMEOUT_S)
-        words = log.read_text(errors="replace").strip().splitlines()
+        log.seek(0)
+        words = log.read().decode(errors="replace").strip().splitlines()
         why = (words[-1] if words else "it has ended").removeprefix("error: ")
         if process.returncode == SettingError.exit_code:
             raise SettingError(f"the expert server that is started here: {why}")
