@@ -49,9 +49,8 @@ def serve(
         "%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     log = logging.getLogger("moeoffload.expert_server")
-    if exit_with_stdin:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # also where the host ignores it
-        threading.Thread(target=_interrupt_at_the_end_of, args=(sys.stdin.fileno(),), daemon=True).start()
+    watched = [sys.stdin.fileno()] if exit_with_stdin else []
+    stop_watching = _interrupt_at_the_end_of(watched)
     if settings.model is not None and named_path(settings.model) is None:
         log.info("looking for %s, in the local cache and on the hub", settings.model)
         check_hub_id(settings.model, None)  # now rather than when the first host attaches
@@ -86,10 +85,11 @@ def serve(
             quick_imports(),
         ):
             import_module("moeoffload.checkpoint")
-        if _wait(stopped) == signal.SIGTERM:
+        stop_watching()
+        if _wait(stopped, watched) == signal.SIGTERM:
             log.info("draining: %d leases", server.service.drain())
             # Ends at another signal, when the last host has left, or at the timeout.
-            _wait(stopped, settings.drain_timeout_s)
+            _wait(stopped, watched, settings.drain_timeout_s)
     finally:
         server.stop()
         if bars is not None:
@@ -116,17 +116,29 @@ def _in_the_pipe(number: int, frame: FrameType | None) -> None:
     """Does nothing: the signal is read from the pipe."""
 
 
-def _interrupt_at_the_end_of(stdin: int) -> None:
-    """Sends Ctrl-C once ``stdin`` is closed: the process that started this one has ended."""
-    while os.read(stdin, 4096):
-        pass
-    os.kill(os.getpid(), signal.SIGINT)
+def _interrupt_at_the_end_of(watched: list[int]) -> Callable[[], None]:
+    """Sends Ctrl-C once a file of ``watched`` is closed, until the returned function is called: while this thread
+    imports, it cannot `_wait`."""
+    if not watched:
+        return lambda: None
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # also where the host ignores it
+    over, end = os.pipe()
+
+    def watch() -> None:
+        if select.select([*watched, over], [], [])[0] != [over]:
+            os.kill(os.getpid(), signal.SIGINT)
+        os.close(over)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return lambda: os.close(end)
 
 
-def _wait(stopped: int, timeout_s: float | None = None) -> int:
-    """Returns the number of the signal that arrived, or ``d`` as a number if the server has drained; 0 after
-    ``timeout_s`` seconds."""
-    return os.read(stopped, 1)[0] if select.select([stopped], [], [], timeout_s)[0] else 0
+def _wait(stopped: int, watched: list[int], timeout_s: float | None = None) -> int:
+    """Returns the number of the signal that arrived, or ``d`` as a number if the server has drained; else 0: after
+    ``timeout_s`` seconds, or when a file of ``watched`` is closed, that is, when the process that started the server
+    has ended. Nothing is written to these files."""
+    ready = select.select([stopped, *watched], [], [], timeout_s)[0]
+    return os.read(stopped, 1)[0] if stopped in ready else 0
 
 
 def main() -> None:
