@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import select
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import FrameType
@@ -50,7 +50,9 @@ def serve(
     )
     log = logging.getLogger("moeoffload.expert_server")
     watched = [sys.stdin.fileno()] if exit_with_stdin else []
-    stop_watching = _interrupt_at_the_end_of(watched)
+    for file in watched:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # also where the host ignores it
+        _interrupt_at_the_end_of(file)
     if settings.model is not None and named_path(settings.model) is None:
         log.info("looking for %s, in the local cache and on the hub", settings.model)
         check_hub_id(settings.model, None)  # now rather than when the first host attaches
@@ -85,7 +87,6 @@ def serve(
             quick_imports(),
         ):
             import_module("moeoffload.checkpoint")
-        stop_watching()
         if _wait(stopped, watched) == signal.SIGTERM:
             log.info("draining: %d leases", server.service.drain())
             # Ends at another signal, when the last host has left, or at the timeout.
@@ -116,21 +117,15 @@ def _in_the_pipe(number: int, frame: FrameType | None) -> None:
     """Does nothing: the signal is read from the pipe."""
 
 
-def _interrupt_at_the_end_of(watched: list[int]) -> Callable[[], None]:
-    """Sends Ctrl-C once a file of ``watched`` is closed, until the returned function is called: while this thread
-    imports, it cannot `_wait`."""
-    if not watched:
-        return lambda: None
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # also where the host ignores it
-    over, end = os.pipe()
-
-    def watch() -> None:
-        if select.select([*watched, over], [], [])[0] != [over]:
-            os.kill(os.getpid(), signal.SIGINT)
-        os.close(over)
-
-    threading.Thread(target=watch, daemon=True).start()
-    return lambda: os.close(end)
+def _interrupt_at_the_end_of(pipe: int) -> None:
+    """Has the system send Ctrl-C once ``pipe`` is closed: while this process imports, it cannot `_wait`. Only Linux
+    can send another signal than SIGIO."""
+    if sys.platform == "linux":
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGINT)
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([pipe], [], [], 0)[0]:
+        os.kill(os.getpid(), signal.SIGINT)  # closed before
 
 
 def _wait(stopped: int, watched: list[int], timeout_s: float | None = None) -> int:
