@@ -217,8 +217,9 @@ class FusedAttention(nn.Module):
             mine = hidden_states, position_embeddings, attention_mask, past_key_values
             result: tuple[torch.Tensor, Any] = super().forward(*mine, **kwargs)  # type: ignore[misc]
             return result
-        if attention_mask is None and past_key_values is not None and hidden_states.shape[1] == 1:
-            cache = past_key_values.layers[self.layer_idx] if self.layer_idx < len(past_key_values.layers) else None
+        if attention_mask is None and hidden_states.shape[1] == 1:
+            caches = getattr(past_key_values, "layers", ())  # none in a cache of another kind
+            cache = caches[self.layer_idx] if self.layer_idx < len(caches) else None
             if (
                 type(cache) is GrowingLayer
                 and attend is sdpa.attention
