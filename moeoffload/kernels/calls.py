@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 DTYPE_CODES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 COMPUTE_DTYPES: Final = frozenset(DTYPE_CODES)
+HALF_DTYPES: Final = COMPUTE_DTYPES - {torch.float32}
 
 _Word = ctypes.c_int64
 _Pointer = ctypes.c_void_p

@@ -17,7 +17,7 @@ from torch import nn
 from moeoffload import native
 from moeoffload.formats.packed import PackedWeights
 from moeoffload.kernels import calls
-from moeoffload.kernels.calls import COMPUTE_DTYPES, DTYPE_CODES, FusedCall, LinearCall
+from moeoffload.kernels.calls import COMPUTE_DTYPES, DTYPE_CODES, HALF_DTYPES, FusedCall, LinearCall
 from moeoffload.kernels.packing import KernelMatrix, describe, why_not_dtype, why_not_packed
 from moeoffload.kernels.threads import parallel_address, threads_for
 
@@ -124,7 +124,7 @@ def accelerate_linears(model: nn.Module) -> None:
             type(module) is nn.Linear
             and type(weight) is nn.Parameter
             and weight.is_cpu
-            and weight.dtype in (torch.bfloat16, torch.float16)
+            and weight.dtype in HALF_DTYPES
             and weight.is_contiguous()
         ):
             module.__class__ = FewRowLinear

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moeoffload import native
 from moeoffload.kernels import calls, sdpa
-from moeoffload.kernels.calls import DTYPE_CODES, FusedLayer, Projection
+from moeoffload.kernels.calls import DTYPE_CODES, HALF_DTYPES, FusedLayer, Projection
 from moeoffload.kernels.dense import MAX_ROWS, FewRowLinear, PackedLinear, buffers
 from moeoffload.kernels.growing_cache import GrowingLayer
 from moeoffload.kernels.norm import FusedNorm
@@ -28,7 +28,6 @@ _LINEARS: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS: Final = ("q_norm", "k_norm")
 _TAKES: Final = ["self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"]
 _PROBE: Final = "moeoffload_probe"
-_DTYPES: Final = frozenset({torch.bfloat16, torch.float16})
 _SAME_SIZE: Final = torch.int16
 
 Embeddings = tuple[torch.Tensor, torch.Tensor]
@@ -45,7 +44,7 @@ class AttentionLayers:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         """Raises ValueError: the C library does not compute these layers together in ``dtype``."""
-        if dtype not in _DTYPES:
+        if dtype not in HALF_DTYPES:
             raise ValueError(f"dtype {dtype}")  # packed weights may be laid out for another one later
         self.dtype = dtype
         self.options: dict[str, Any] = {}
@@ -152,17 +151,17 @@ class AttentionLayers:
         assert cache.buffers is not None
         keys, values = cache.buffers
         # What is computed on the way: queries, keys, values, and what attention makes of them.
-        row_bytes = self.dtype.itemsize
-        at = buffers.room_for(batch * row_bytes * 2 * (n_query + n_key))
+        column_bytes = self.dtype.itemsize * batch
+        at = buffers.room_for(column_bytes * 2 * (n_query + n_key))
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         call = buffers.attention
-        call.query, call.attended = at, at + batch * row_bytes * n_query
-        call.key, call.value = (at + batch * row_bytes * (2 * n_query + n * n_key) for n in (0, 1))
+        call.query, call.attended = at, at + column_bytes * n_query
+        call.key, call.value = (at + column_bytes * (2 * n_query + n * n_key) for n in (0, 1))
         call.keys, call.values, call.out = keys.data_ptr(), values.data_ptr(), out.data_ptr()
         call.n_kept, call.room = n_kept, keys.shape[2]
         scale = self.options.get("scaling")
         call.scale = dim**-0.5 if scale is None else scale
-        n_bytes = 2 * batch * n_key * (n_kept + 1) * row_bytes
+        n_bytes = 2 * column_bytes * n_key * (n_kept + 1)
         call.attention_threads = min(batch * n_key // dim, threads_for(n_bytes))
         self._call(rows, embeddings)
         return out
@@ -177,7 +176,7 @@ class AttentionLayers:
         call.cos, call.sin, call.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[2]
         call.n_rows = batch * n_tokens
         call.n_threads = n_threads = threads_for(self._n_bytes)
-        call.parallel = parallel_address() if n_threads > 1 else 0
+        call.parallel = parallel_address()  # attention may have more threads than the products
         buffers.fill(call, self._row_bytes, batch * n_tokens, n_threads * self._scratch_bytes)
         if calls.library().moe_fused_attention(buffers.attention_address):
             raise MemoryError("no memory for attention of one query")
@@ -300,8 +299,10 @@ def fuse_attention(model: nn.Module) -> None:
     AttentionInterface.register(_PROBE, _probe)
     for module in model.modules():
         cls: Any = type(module)
-        names = list(inspect.signature(cls.forward).parameters)
-        if isinstance(module, FusedAttention) or names != _TAKES or not hasattr(module, "head_dim"):
-            continue
-        if all(isinstance(module._modules.get(name), FewRowLinear | PackedLinear) for name in _LINEARS):
+        if (
+            all(isinstance(module._modules.get(name), FewRowLinear | PackedLinear) for name in _LINEARS)
+            and not isinstance(module, FusedAttention)
+            and hasattr(module, "head_dim")
+            and list(inspect.signature(cls.forward).parameters) == _TAKES
+        ):
             module.__class__ = _fused(cls)

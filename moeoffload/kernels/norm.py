@@ -15,7 +15,7 @@ from torch import nn
 
 from moeoffload import native
 from moeoffload.kernels import calls
-from moeoffload.kernels.calls import DTYPE_CODES, NormCall
+from moeoffload.kernels.calls import DTYPE_CODES, HALF_DTYPES, NormCall
 from moeoffload.kernels.threads import parallel_address
 
 
@@ -33,7 +33,6 @@ class NormKind(IntEnum):
 _ITEM_ELEMENTS: Final = 1 << 16
 """Elements that a thread claims at a time; a smaller call is not worth a second thread."""
 
-_DTYPES: Final = frozenset({torch.bfloat16, torch.float16})
 _SAME_SIZE: Final = torch.int16
 _PROBE_ROWS: Final = 32
 # A difference of one unit in the first rounding can become two units in the product with the weight.
@@ -75,7 +74,7 @@ class FusedNorm(nn.Module):
             args
             or kwargs
             or x.dtype != weight.dtype
-            or x.dtype not in _DTYPES
+            or x.dtype not in HALF_DTYPES
             or not x.is_cpu
             or not weight.is_cpu
             or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
@@ -105,7 +104,7 @@ def accelerate_norms(model: nn.Module) -> None:
             or type(weight) is not nn.Parameter
             or weight.ndim != 1
             or weight.device.type != "cpu"
-            or weight.dtype not in _DTYPES
+            or weight.dtype not in HALF_DTYPES
         ):
             continue
         case = (type(module), weight.dtype, weight.numel(), epsilon)
