@@ -99,7 +99,7 @@ def test_a_closed_model_can_be_closed_again_and_shown(server: RunningServer) -> 
     assert "closed" not in repr(offloaded)
     offloaded.close()
     offloaded.close()
-    assert "payload bf16, closed" in repr(offloaded)
+    assert "payload bf16, closed" in " ".join(repr(offloaded).split())
     assert server.address in str(offloaded)
     report = offloaded.report()
     assert re.search(r"tokens per s +│ +[0-9]", repr(report))
