@@ -131,24 +131,24 @@ _MLA = {
     "num_key_value_heads": 4,
 }
 
+_HYBRID = {
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "head_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
 # family -> (key of the number of experts, config values beside the common ones)
 _TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("num_local_experts", {"intermediate_size": 32}),
     "qwen2_moe": ("num_experts", {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}),
     "qwen3_moe": ("num_experts", {"moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True}),
-    "qwen3_5_moe_text": (
-        "num_experts",
-        {
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-            "head_dim": 16,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "layer_types": ["linear_attention", "full_attention"],
-        },
-    ),
+    "qwen3_next": ("num_experts", _HYBRID),
+    "qwen3_5_moe_text": ("num_experts", _HYBRID),
     "olmoe": ("num_experts", {"intermediate_size": 32}),
     "deepseek_v2": (
         "n_routed_experts",

@@ -24,9 +24,11 @@ NAMES = {
     "deepseek_v3": "model.layers.{n}.",
     "glm4_moe": "model.layers.{n}.",
     "mellum": "mtp.",
+    "qwen3_next": "mtp.",
 }
 """Where the layer's tensors are, by model_type."""
-_MELLUM = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+_BESIDE = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+"""Names of what is beside ``mtp.layers``."""
 
 
 def train(folder: Path, tokens: torch.Tensor, steps: int, seed: int = 0, batch: int = 16) -> float:
@@ -36,7 +38,10 @@ def train(folder: Path, tokens: torch.Tensor, steps: int, seed: int = 0, batch: 
     """
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="grouped_mm")
-    model.config.get_text_config().num_mtp_layers = 1
+    config = model.config.get_text_config()
+    config.num_mtp_layers = 1
+    if getattr(config, "layer_types", None) and not getattr(config, "mtp_layer_types", None):
+        config.mtp_layer_types = config.layer_types[-1:]
     head: Any = MtpModel(model, 1).float()
     own = list(head.layers.parameters())
     for values in (*own, *head.layers.buffers()):
@@ -79,10 +84,10 @@ def _add(folder: Path, model: Any, head: Any) -> None:
         values = trained.detach().to(dtype)
         inner, _, rest = name.partition(".")
         if inner != "mtp_block":
-            inner = _MELLUM[inner] if kind == "mellum" else inner.replace("post_norm", "shared_head.norm")
+            inner = _BESIDE[inner] if prefix == "mtp." else inner.replace("post_norm", "shared_head.norm")
             tensors[f"{prefix}{inner}.{rest}"] = values
             continue
-        stored = f"{prefix}layers.0.{rest}" if kind == "mellum" else prefix + rest
+        stored = f"{prefix}layers.0.{rest}" if prefix == "mtp." else prefix + rest
         before, _, leaf = stored.rpartition(".")
         parts = {stored: values}
         if leaf == "gate_up_proj":

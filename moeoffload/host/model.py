@@ -21,6 +21,7 @@ from moeoffload.checkpoint import BUILDING, Checkpoint
 from moeoffload.checkpoint.draft_head import build_head
 from moeoffload.errors import ModelError
 from moeoffload.host.local_experts import LocalExperts
+from moeoffload.host.rollback import prepare_rollback
 from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.placement import ExpertTable
 
@@ -156,6 +157,7 @@ def load_draft_model(folder: Path, model: Any) -> Any:
     mine, other = (each.config.get_text_config().vocab_size for each in (model, draft))
     if mine != other:
         raise ModelError(f"--draft: {folder} has a vocabulary of {other} tokens, the model one of {mine}")
+    prepare_rollback(draft)
     return draft.to(model.device).eval()
 
 

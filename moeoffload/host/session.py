@@ -26,12 +26,13 @@ from moeoffload.host.packed_dense import load_with_packed_linears
 from moeoffload.host.pipeline import PrefillPipeline, chunk_rows, usual_chunk_rows
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.report import Report, Shown, model_facts, run_facts
+from moeoffload.host.rollback import prepare_rollback
 from moeoffload.host.routing import read_routing_stats
 from moeoffload.host.second_opinion import Verification
 from moeoffload.host.shard import ServerEvents
 from moeoffload.host.shared_experts import overlap_shared_experts
 from moeoffload.host.spawn import Spawned
-from moeoffload.host.speculative import GuessLength, check_can_verify, most_guesses
+from moeoffload.host.speculative import GuessLength, most_guesses
 from moeoffload.host.turns import Turns
 from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.model_name import WEIGHTS_SUFFIX
@@ -130,6 +131,8 @@ class OffloadedModel(Shown):
             self.model, self._dense_format = load_with_packed_linears(
                 self.checkpoint, self._device, settings.dense_format
             )
+            if settings.draft is not None or settings.prompt_lookup:
+                prepare_rollback(self.model)
             self.draft = self._load_draft(head)
             self.guess_length = GuessLength(most_guesses(settings), adaptive=settings.adapt_guesses)
             self._local = LocalExperts(self.checkpoint, local, self._device) if local.n_experts else None
@@ -142,11 +145,8 @@ class OffloadedModel(Shown):
             weakref.finalize(self._keeper, fleet.close)
 
     def _open_draft_head(self) -> Checkpoint | None:
-        """The checkpoint's own draft head, if it is asked for; refuses what cannot be before a server is asked."""
-        draft = self.settings.draft
-        if draft is not None or self.settings.prompt_lookup:
-            check_can_verify(self.checkpoint.config)
-        return self.checkpoint.draft_head() if draft == OWN_HEAD else None
+        """The checkpoint's own draft head, if it is asked for; a missing one is noticed before a server is asked."""
+        return self.checkpoint.draft_head() if self.settings.draft == OWN_HEAD else None
 
     def _load_draft(self, head: Checkpoint | None) -> Any:
         if head is not None:

@@ -19,8 +19,8 @@ from transformers.generation import PromptLookupCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 from moeoffload.config import HostSettings
-from moeoffload.errors import ModelError
 from moeoffload.host.recorder import DECODE, PREFILL, Recorder
+from moeoffload.host.rollback import keep_past, roll_back
 
 _MEMORY: Final = 0.95  # weight that a pass keeps with each further pass
 _TRY: Final = 6  # passes of one trial
@@ -66,7 +66,7 @@ class DraftModel(Drafter):
     def __init__(self, model: Any) -> None:
         self._model = model
         self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        self._cache.activate_past_recording()
+        keep_past(self._cache)
         self._cached: list[int] = []
         self._n_sure = 0  # how many of them were not guesses
 
@@ -76,7 +76,7 @@ class DraftModel(Drafter):
         cached, n_same = self._cached, self._n_sure
         while n_same < min(len(cached), len(tokens) - 1) and cached[n_same] == tokens[n_same]:
             n_same += 1
-        self._cache.crop(n_same - len(cached))
+        roll_back(self._cache, len(cached) - n_same)
         self._n_sure, new = len(tokens), list(tokens[n_same:])
         guesses: list[int] = []
         self._cached = list(tokens[:n_same])
@@ -112,7 +112,7 @@ class DraftHead(Drafter):
 
     def _new_cache(self) -> DynamicCache:
         cache = DynamicCache(config=self._head.config)
-        cache.activate_past_recording()
+        keep_past(cache)
         return cache
 
     def take(self, first: int, hidden: torch.Tensor) -> None:
@@ -154,7 +154,7 @@ class DraftHead(Drafter):
             new = [int(self._head.shared_head(rows)[0, -1].argmax())]
             guesses += new
             if len(guesses) == most:
-                self._cache.crop(1 - most)
+                roll_back(self._cache, most - 1)
                 return guesses
 
 
@@ -246,15 +246,6 @@ class GuessLength:
         return max(self._numbers, key=lambda each: self._tokens[each] / (self._seconds[each] or 1))
 
 
-def check_can_verify(config: Any) -> None:
-    """Raises ModelError: the cache of a model of ``config`` cannot be rolled back after a wrong guess."""
-    if not DynamicCache(config=config.get_text_config(decoder=True)).is_croppable:
-        raise ModelError(
-            f"tokens cannot be guessed for {config.model_type}: its linear attention keeps a state, from which wrong "
-            "guesses cannot be taken back; leave out --draft and --prompt-lookup"
-        )
-
-
 class VerifiedGeneration:
     """The ``custom_generate`` argument of ``model.generate``: guesses from the second token on, verified in each pass.
 
@@ -306,9 +297,9 @@ class VerifiedGeneration:
                 self._recorder.tokens.completion += n_new
                 self._recorder.count_verified(len(guesses), n_new - 1, n_new)
                 if n_passes:
-                    cache.crop(n_new - 1 - len(guesses))
+                    roll_back(cache, 1 + len(guesses) - n_new)
                 else:
-                    cache.activate_past_recording()  # not before: sliding layers would keep a whole long prompt
+                    keep_past(cache)  # not before: sliding layers would keep a whole long prompt
                 if n_passes > 1:  # the drafter reads the prompt before its first guesses
                     self._lengths.count(n_new, perf_counter() - started)
                 n_passes += 1

@@ -26,7 +26,7 @@ from .client import limits, whole
 N_PROMPT, LENGTH = 12, 48
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe"])
+@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe", "qwen3_next"])
 def drafting(
     request: pytest.FixtureRequest, three_servers: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[OffloadedModel, torch.Tensor]]:
@@ -78,6 +78,10 @@ def test_requests_with_an_own_head_get_the_same_tokens_in_fewer_steps(
     drafting: tuple[OffloadedModel, torch.Tensor],
 ) -> None:
     offloaded, texts = drafting
+    if offloaded.model.config.model_type == "qwen3_next":
+        with pytest.raises(ModelError, match="cannot be batched"):
+            ServingEngine(offloaded, limits())
+        return
     prompts = [text[:N_PROMPT].tolist() for text in texts]
     head, offloaded.draft = offloaded.draft, None
     without = offloaded.settings.model_copy(update={"draft": None})
@@ -107,9 +111,23 @@ def test_heads_and_draft_models_that_are_none_are_refused_by_what_is_not_there(
         assert words in refused.err.splitlines()[-1]
 
 
-def test_models_that_cannot_take_a_guess_back_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="linear attention"):
-        open_model(write_tiny("qwen3_5_moe", tmp_path), device="cpu", draft="own")
+@pytest.mark.parametrize("by_model", [False, True])
+def test_layers_of_linear_attention_take_wrong_guesses_back(
+    by_model: bool, three_servers: list[str], tmp_path: Path
+) -> None:
+    """Guesses by lookup, and of a draft model that has such layers too and is not the model."""
+    folder, other = write_tiny("qwen3_5_moe", tmp_path / "model"), write_tiny("qwen3_next", tmp_path / "draft")
+    ids = torch.tensor([[7, 8, 9, 7, 8, 9, 7, 8]] * 2)
+    guessing: dict[str, Any] = {"draft": str(other)} if by_model else {"prompt_lookup": 3}
+    with open_model(
+        folder, experts=three_servers[:1], device="cpu", model_dtype="f32", adapt_guesses=False, **guessing
+    ) as offloaded:
+        offloaded.model.generation_config.eos_token_id = None
+        plain = offloaded.model.generate(ids[:1], max_new_tokens=LENGTH, do_sample=False)[0, ids.shape[1] :].tolist()
+        prompt = PreparedPrompt({"input_ids": ids[:1], "attention_mask": torch.ones_like(ids[:1])}, LENGTH)
+        assert generate(offloaded, prompt, io.StringIO()).tokens.tolist() == plain
+        guesses = offloaded.report().to_json()["guesses"]
+    assert 0 < guesses["guessed"] > guesses["right"]
 
 
 @pytest.mark.parametrize(("wrong_s", "best"), [(0.1, 4), (9.0, 0)])
