@@ -7,6 +7,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
@@ -146,9 +147,12 @@ class HostLease:
             logger.info("%s: %.0f %% of the experts to load begin on the device", self.host, 100 * self._fast_part)
         from moeoffload.checkpoint.copy_buffers import CopyBuffers  # imported with the first model, as is checkpoint/
 
-        with CopyBuffers() as buffers:
+        with CopyBuffers() as buffers, ThreadPoolExecutor(1, "compile-kernels") as ahead:
             for key in keys:
-                self._load_layer(checkpoint, key, buffers)
+                kernels = self._load_layer(checkpoint, key, buffers)
+                if self._device.type != "cpu":
+                    # While the next layers load, and other hosts compute; errors are left to `reserve`.
+                    ahead.submit(kernels.compile, checkpoint.top_k)
                 loaded += len(key.experts) * sizes[key.layer]
                 tell(loaded, total)
                 yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
@@ -176,12 +180,12 @@ class HostLease:
         except CapacityError as error:
             raise self._no_room(str(error)) from None
 
-    def _load_layer(self, checkpoint: Checkpoint, key: LayerKey, buffers: CopyBuffers) -> None:
+    def _load_layer(self, checkpoint: Checkpoint, key: LayerKey, buffers: CopyBuffers) -> LayerKernels:
         kernels = self._acquire(checkpoint, key, buffers)
         with self._lock:
             if not self._closed:
                 self._experts[key] = kernels
-                return
+                return kernels
         self._store.release(key)
         raise ServerError("the lease ended while its experts were loading")
 

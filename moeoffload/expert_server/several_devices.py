@@ -82,6 +82,11 @@ class LayerParts(LayerKernels):
     def _kernels_for(self, n_rows: int) -> str:
         return " and ".join(dict.fromkeys(part.kernel_for(n_rows) for part in self._parts))
 
+    def compile(self, top_k: int) -> None:
+        """See `LayerKernels.compile`."""
+        for part in self._parts:
+            part.compile(top_k)
+
     def reserve(self, max_rows: int, top_k: int) -> None:
         """See `LayerKernels.reserve`."""
         for part in self._parts:

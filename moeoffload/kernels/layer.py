@@ -62,12 +62,16 @@ class LayerKernels:
             return "triton"
         return "grouped" if self.falls_back else "tiled"
 
+    def compile(self, top_k: int) -> None:
+        """Compiles the Triton programs of all calls, if there are any; other calls may run meanwhile."""
+        if self._triton is not None:
+            self._triton.warm_up(top_k)
+
     def reserve(self, max_rows: int, top_k: int) -> None:
         """Makes the workspace large enough for calls of up to ``max_rows`` rows, and compiles Triton programs."""
         if self.falls_back is None:
             self._workspace.reserve(self._tiled.shape, max_rows, top_k)
-        if self._triton is not None:
-            self._triton.warm_up(top_k, max_rows)
+        self.compile(top_k)
 
     def __call__(self, call: KernelInput, workspace: KernelWorkspace | None = None) -> None:
         """Runs rows through their experts.

@@ -254,19 +254,19 @@ class TritonExperts:
             enable_fp_fusion=False,  # a product is rounded before it is added, as in torch
         )
 
-    def warm_up(self, top_k: int, max_rows: int = MAX_ROWS) -> None:
-        """Compiles, or loads from Triton's disk cache, every program that calls of up to ``max_rows`` rows may need."""
-        for n_rows in self._different(top_k, min(max_rows, self.most_rows)):
+    def warm_up(self, top_k: int) -> None:
+        """Compiles, or loads from Triton's disk cache, every program that calls may need."""
+        for n_rows in self._different(top_k):
             rows = torch.zeros(n_rows, self.hidden, dtype=self.dtype, device=self.device)
             slots = torch.full((n_rows, top_k), -1, device=self.device)
             out = torch.empty(n_rows, self.hidden, device=self.device)
             for dtype in {torch.float32, self.dtype}:
                 self(rows, slots, torch.zeros(n_rows, top_k, dtype=dtype, device=self.device), out)
 
-    def _different(self, top_k: int, max_rows: int) -> Iterator[int]:
+    def _different(self, top_k: int) -> Iterator[int]:
         """Yields each number of rows whose call needs programs that no call of fewer rows needs."""
         seen = set()
-        for n_rows in range(1, min(max_rows, MAX_ROWS + self.n_experts) + 1):
+        for n_rows in range(1, min(self.most_rows, MAX_ROWS + self.n_experts) + 1):
             sizes = (self._columns(n_rows * top_k, n) for n in (self._up_columns, self.hidden))
             if (program := (n_rows > MAX_ROWS, *sizes)) not in seen:
                 seen.add(program)

@@ -177,7 +177,7 @@ def test_warming_up_compiles_what_calls_of_any_size_need() -> None:
     noted: set[Any] = set()
     programs = {name: Noted(name, noted) for name in ("projection_program", "sum_program")}
     experts._ops = SimpleNamespace(**programs)  # type: ignore[assignment]
-    experts.warm_up(4, 100)
+    experts.warm_up(4)
     warm = set(noted)
     assert warm
     noted.clear()
