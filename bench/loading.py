@@ -2,7 +2,8 @@
 
 ``python bench/loading.py --folder DIR``: checkpoints of a real geometry are written to DIR where there are none yet,
 which takes minutes. The limit is reading the same files from the page cache, a thread for each core, into memory that
-stays, as weights do; reading into the same few buffers again and again is beside it. The best of several rounds counts.
+stays, as weights do; reading into the same few buffers again and again is beside it. The best of several rounds counts,
+in which they take turns, because memory that was free for seconds is slow at first on virtual machines.
 The checkpoint in bfloat16 is also loaded with each ``--expert-format``; rates count bytes of the files.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,20 +107,22 @@ def host_seconds(checkpoint: Checkpoint, device: str) -> float:
 def measure(name: str, path: Path, to: str | None, rounds: int, host_device: str, server_device: str) -> Row:
     """All figures of one checkpoint, a folder or a GGUF file, with its experts as stored or quantised ``to``."""
 
-    def best(figure: Callable[[], float]) -> float:
-        return min(figure() for _ in range(rounds))
-
     plain, checkpoint = Checkpoint.open(path), Checkpoint.open(path, expert_format=to)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     total = sum(file.stat().st_size for file in files) / 1e9
     experts = sum(layer.n_experts * layer.expert_bytes for layer in plain.layers) / 1e9
-    again, stays = (-best(lambda stays=stays: -read_rate(files, stays=stays)) for stays in (False, True))  # type: ignore[misc]
     words = ("--keep-warm", "off", "--memory-gib", "8")
     with expert_server_process(0, *words, device=server_device) as (server, address):
         for thread in Path(f"/proc/{server.pid}/task").iterdir():
             os.sched_setaffinity(int(thread.name), os.sched_getaffinity(0))
-        load = experts / best(lambda: load_seconds(address, checkpoint))
-    host = (total - experts) / best(lambda: host_seconds(checkpoint, host_device))
+
+        def turn() -> tuple[float, float, float]:
+            again, stays = (read_rate(files, stays=stays) for stays in (False, True))
+            return again, stays, experts / load_seconds(address, checkpoint)
+
+        turn()
+        again, stays, load = (max(rates) for rates in zip(*(turn() for _ in range(rounds)), strict=True))
+    host = (total - experts) / min(host_seconds(checkpoint, host_device) for _ in range(rounds))
     return Row(name, experts, total - experts, again, stays, load, load / stays, host)
 
 
@@ -140,7 +143,7 @@ def main(
     formats: Annotated[str, typer.Option(help="With commas between.")] = ",".join([PLAIN, *Quantised]),
     gb: Annotated[float, typer.Option(help="Experts of a checkpoint that is written.")] = 1.2,
     gguf: Annotated[list[Path] | None, typer.Option(help="A GGUF file, too; may be given several times.")] = None,
-    rounds: int = 3,
+    rounds: int = 5,
     json: Path | None = None,
     host_device: HostDevice = CPU,
     server_device: ServerDevice = CPU,

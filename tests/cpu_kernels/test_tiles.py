@@ -10,7 +10,7 @@ from experts_modules import FORMATS, pack_experts, random_packed, unpacked
 
 from moeoffload import native
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights
-from moeoffload.formats.tiles import can_tile
+from moeoffload.formats.tiles import TILE_ROWS, can_tile, rows_of, write_tiles
 from moeoffload.kernels import KernelInput, LayerKernels, calls
 from moeoffload.kernels.dense import FewRowLinear, PackedLinear
 from moeoffload.native import Features
@@ -71,6 +71,19 @@ def test_rows_come_back_and_an_expert_goes_from_rows_to_tiles_and_back(form: Pac
     other.put(0, kept)
     assert torch.equal(other.unpack(torch.float32), torch.stack([expected[0], others[1], expected[0]]))
     assert torch.equal(rows.unpack(torch.float32), torch.stack([others[1], *expected[1:]]))
+
+
+@pytest.mark.parametrize("form", TILED, ids=lambda form: form.name)
+def test_tiles_are_the_same_whichever_instructions_make_them(form: PackedFormat) -> None:
+    packed = random_packed(form, 1, 48, 768)
+    parts = {name: packed.data[0][:, place] for name, place in form.sections(768).items()}
+    tiles, anywhere = torch.empty_like(packed.data[0]), torch.empty_like(packed.data[0])
+    write_tiles(form, 768, parts, tiles)
+    rows, library = rows_of(form, 768, parts, 48), native.native_library()
+    assert library is not None
+    sizes = ctypes.c_int64(TILE_ROWS * tiles.shape[1]), ctypes.c_int64(3)
+    library.moe_make_tiles_anywhere(ctypes.byref(rows), ctypes.c_void_p(anywhere.data_ptr()), *sizes)
+    assert torch.equal(tiles, anywhere)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
