@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import logging
+import mmap
+import resource
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Final, TypeVar
 
 _Answer = TypeVar("_Answer")
+_USUAL_STACK: Final = 8 << 20
+_FIRST_OBJECTS: Final = 2 << 20  # what Python and libc take at most while a thread begins
 
 logger = logging.getLogger(__name__)
+
+
+def check_room_for_thread() -> None:
+    """Raises RuntimeError: there is no memory for a thread. With memory for its stack only, `Thread.start` would wait for
+    ever, because the thread ends before it can tell that it has begun."""
+    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    stack = _USUAL_STACK if stack == resource.RLIM_INFINITY else stack
+    try:
+        mmap.mmap(-1, stack + _FIRST_OBJECTS).close()
+    except (OSError, ValueError, OverflowError, MemoryError):
+        raise RuntimeError("can't start new thread: no memory for it") from None
+
+
+def start(thread: threading.Thread) -> None:
+    """Starts a thread. Raises RuntimeError: the system allows no more."""
+    check_room_for_thread()
+    thread.start()
 
 
 def start_thread(name: str, run: Callable[[], None], on_failure: Callable[[str], None]) -> threading.Thread:
@@ -30,7 +51,7 @@ def start_thread(name: str, run: Callable[[], None], on_failure: Callable[[str],
                 logger.exception("the failure of thread %s could not be told", name)
 
     thread = threading.Thread(target=guarded, name=name, daemon=True)
-    thread.start()
+    start(thread)
     return thread
 
 
@@ -46,5 +67,5 @@ def answer_within(timeout_s: float, name: str, ask: Callable[[], _Answer]) -> _A
         except BaseException as error:
             answer.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    start(threading.Thread(target=run, name=name, daemon=True))
     return answer.result(timeout_s)

@@ -201,14 +201,14 @@ def test_a_server_with_too_few_descriptors_refuses_the_host_and_goes_on(start_se
         assert server.process.poll() is None
 
 
-@pytest.mark.parametrize("room", [0, 4 << 20, 16 << 20], ids=lambda room: f"{room >> 20} MiB")
+@pytest.mark.parametrize("room", [0, 4096, 8208, 16384], ids=lambda room: f"{room} KiB")
 def test_a_server_without_memory_or_threads_refuses_hosts_in_one_line_and_heeds_sigterm(
     start_server: StartServer, commands: Commands, room: int
 ) -> None:
     server = start_server()
     process = psutil.Process(server.process.pid)
-    # A thread needs 8 MiB of addresses for its stack, weights need more than that.
-    process.rlimit(resource.RLIMIT_AS, (process.memory_info().vms + room, resource.RLIM_INFINITY))
+    # A thread needs 8 MiB of addresses for its stack, and a little more to begin; weights need more than that.
+    process.rlimit(resource.RLIMIT_AS, (process.memory_info().vms + 1024 * room, resource.RLIM_INFINITY))
     result = commands.run("moeoffload", "run", DEMO, "--prompt", "x", "--experts", server.address, "--device", "cpu")
     line = one_line_error(result, ServerError.exit_code)
     # The third comes from a library; in the last case gRPC's own threads have got no memory to accept a connection.

@@ -25,6 +25,7 @@ from moeoffload.control.user_token import UserToken, numeric_loopback
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
 from moeoffload.errors import SettingError
+from moeoffload.last_resort import check_room_for_thread, start
 from moeoffload.logs import Refusals
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["ExpertService"].full_name
@@ -75,7 +76,7 @@ class CallThreads(Executor):
         if self._n_threads >= MOST_CALLS or self._ended:
             return
         try:
-            threading.Thread(target=self._run, name="call", daemon=True).start()
+            start(threading.Thread(target=self._run, name="call", daemon=True))
         except RuntimeError:
             return  # the system allows no more: existing threads serve, or refuse, the waiting calls
         self._n_threads += 1
@@ -156,9 +157,10 @@ class ControlServer:
         if self._user_token is not None:
             self._user_token.remove()
         self.set_serving(False)
-        try:
+        try:  # a graceful stop needs a thread
+            check_room_for_thread()
             ended = self._server.stop(grace_s)
-        except RuntimeError:  # a graceful stop needs a thread, and the system allows none
+        except RuntimeError:
             ended = self._server.stop(None)
         if not ended.wait(grace_s + _STOP_S) or not self._calls.end(_STOP_S):
             logging.getLogger(__name__).warning("the control plane did not stop within %g s", grace_s + _STOP_S)

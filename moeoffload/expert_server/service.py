@@ -29,6 +29,7 @@ from moeoffload.devices import device_memory, device_name
 from moeoffload.errors import BusyError, DeadlineError, MoeOffloadError, ProtocolError, ServerError
 from moeoffload.expert_server.lease import HostLease
 from moeoffload.expert_server.server_parts import ServerParts
+from moeoffload.last_resort import start
 from moeoffload.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -208,7 +209,7 @@ class ExpertService(pb_grpc.ExpertServiceServicer):
         """See the proto file."""
         # One queue to wait on: requests of the host, messages of the server, or why there are no more requests.
         events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        threading.Thread(target=_collect, args=(requests, events), name="attach-reader", daemon=True).start()
+        start(threading.Thread(target=_collect, args=(requests, events), name="attach-reader", daemon=True))
         lease: HostLease | None = None
         ready = False
         reason = _GONE
