@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 def check_room_for_thread() -> None:
-    """Raises RuntimeError: there is no memory for a thread. With memory for its stack only, `Thread.start` would wait for
-    ever, because the thread ends before it can tell that it has begun."""
+    """Raises RuntimeError: there is no memory for a thread. With memory for its stack only, `Thread.start` would wait
+    for ever, because the thread ends before it can tell that it has begun."""
     stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
     stack = _USUAL_STACK if stack == resource.RLIM_INFINITY else stack
     try:
