@@ -20,7 +20,7 @@ from transformers.modeling_layers import MtpModel
 
 from moeoffload.config import HostSettings
 from moeoffload.host.recorder import DECODE, PREFILL, Recorder
-from moeoffload.host.rollback import keep_past, roll_back
+from moeoffload.host.rollback import keep_past, new_cache, roll_back
 
 _MEMORY: Final = 0.95  # weight that a pass keeps with each further pass
 _TRY: Final = 6  # passes of one trial
@@ -65,7 +65,7 @@ class DraftModel(Drafter):
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        self._cache = new_cache(model)
         keep_past(self._cache)
         self._cached: list[int] = []
         self._n_sure = 0  # how many of them were not guesses
@@ -77,6 +77,7 @@ class DraftModel(Drafter):
         while n_same < min(len(cached), len(tokens) - 1) and cached[n_same] == tokens[n_same]:
             n_same += 1
         roll_back(self._cache, len(cached) - n_same)
+        keep_past(self._cache)
         self._n_sure, new = len(tokens), list(tokens[n_same:])
         guesses: list[int] = []
         self._cached = list(tokens[:n_same])
@@ -111,9 +112,7 @@ class DraftHead(Drafter):
         self._first = self._end = 0  # positions of the first of these tokens, and after the last
 
     def _new_cache(self) -> DynamicCache:
-        cache = DynamicCache(config=self._head.config)
-        keep_past(cache)
-        return cache
+        return DynamicCache(config=self._head.config)
 
     def take(self, first: int, hidden: torch.Tensor) -> None:
         """See `Drafter`."""
@@ -142,6 +141,7 @@ class DraftHead(Drafter):
         rows, new, at = torch.cat(self._rows)[None], list(tokens[self._first + 1 :]), self._first + 1
         self._rows, self._first = [], self._end
         guesses: list[int] = []
+        keep_past(self._cache)
         while True:
             rows = self._head.forward_layer(
                 0,
@@ -280,6 +280,7 @@ class VerifiedGeneration:
                 if n_passes:
                     most = min(self._lengths.choose(), generation_config.max_length - input_ids.shape[1] - 1)
                     guesses = self._drafter.guess(input_ids[0].tolist(), most) if most > 0 else []
+                    keep_past(cache, guesses=bool(guesses))  # not before: sliding layers would keep a long prompt
                 self._recorder.own.next_phase = DECODE if n_passes else PREFILL
                 logits = _forward(model, torch.cat([input_ids, input_ids.new_tensor([guesses])], dim=1), cache, guesses)
                 for first, rows in sorted(hidden, key=lambda each: each[0]):  # chunks of a prompt may end in any order
@@ -298,8 +299,6 @@ class VerifiedGeneration:
                 self._recorder.count_verified(len(guesses), n_new - 1, n_new)
                 if n_passes:
                     roll_back(cache, 1 + len(guesses) - n_new)
-                else:
-                    keep_past(cache)  # not before: sliding layers would keep a whole long prompt
                 if n_passes > 1:  # the drafter reads the prompt before its first guesses
                     self._lengths.count(n_new, perf_counter() - started)
                 n_passes += 1

@@ -30,10 +30,12 @@ class BatchRunner:
         """Takes the model over until it is closed.
         Raises ModelError: requests of this model cannot be batched; ServerError: an expert server failed."""
         self._recorder = offloaded.recorder
-        self.runner = ModelRunner(offloaded.model, PAGE_TOKENS, int(settings.kv_gib * GIB))
-        self.blocks = BlockManager(self.runner.n_pages, PAGE_TOKENS, reuse=settings.prefix_reuse)
-        step_rows = max(settings.prefill_chunk, settings.max_running)
-        self.scheduler = Scheduler(self.blocks, step_rows, settings.max_running)
+        self.runner = ModelRunner(offloaded.model, PAGE_TOKENS, int(settings.kv_gib * GIB), settings.max_running)
+        # A beginning's pages are of no use without the states after it, which are not kept.
+        reuse = settings.prefix_reuse and not self.runner.linear.n_layers
+        self.blocks = BlockManager(self.runner.n_pages, PAGE_TOKENS, reuse=reuse)
+        step_rows = max(settings.prefill_chunk, self.runner.max_running)
+        self.scheduler = Scheduler(self.blocks, step_rows, self.runner.max_running)
         self._guesser = Guesser(offloaded)
         self._halves = Halves(offloaded, self.runner)
 
@@ -52,10 +54,12 @@ class BatchRunner:
         started = perf_counter()
         decoding = all(len(share.tokens) == 1 + share.n_guesses for share in shares)
         self._recorder.own.next_phase = DECODE if decoding else PREFILL
+        self.runner.linear.begin(shares)
         with self._guesser.watching(shares) as is_watching:
             logits = self._halves.forward(shares, whole=is_watching)
         choices = _choose(shares, logits)
         for share, each in zip(shares, choices, strict=True):
+            self.runner.linear.end(share, len(each) - 1)
             self.scheduler.commit(share, [choice.token for choice in each])
         took_s = perf_counter() - started
         self._guesser.count(shares, sum(map(len, choices)), took_s)

@@ -87,7 +87,7 @@ class BlockManager:
                 self._empty.append(page)
         sequence.pages.clear()
         sequence.keys.clear()
-        sequence.n_computed = 0
+        sequence.n_computed, sequence.states = 0, None
 
     def page_key(self, sequence: Sequence, start: int) -> bytes:
         """A unique key for the tokens of the page at ``start`` and all tokens before it."""

@@ -10,20 +10,25 @@ from typing import Any
 import torch
 
 from moeoffload.errors import ModelError
+from moeoffload.serve.linear_states import LinearStates
 from moeoffload.serve.paged_attention import IMPLEMENTATION, KeyValueStore, PackedRows, Segment, SingleRows
 from moeoffload.serve.sequence import Share
 
 
 class ModelRunner:
-    """A transformers model and the memory of its keys and values: ``n_pages``, ``total_bytes``. For one thread."""
+    """A transformers model and the memory of its keys and values: ``n_pages``, ``total_bytes``. For one thread.
 
-    def __init__(self, model: Any, page_tokens: int, kv_bytes: int) -> None:
+    Of a model with layers of linear attention, ``max_running`` requests have states in that memory, too.
+    """
+
+    def __init__(self, model: Any, page_tokens: int, kv_bytes: int, max_running: int) -> None:
         """Takes the model over until `close`, and runs it once to learn what its layers keep.
         Raises ModelError: requests of this model cannot be batched; ServerError: an expert server failed."""
         self._model = model
         self._device = model.device
         self._page_tokens = page_tokens
         self._own_attention = "sdpa"
+        self.linear = LinearStates(model)
         try:
             try:
                 model.set_attn_implementation("sdpa")
@@ -31,7 +36,7 @@ class ModelRunner:
                 self._own_attention = "eager"
             model.set_attn_implementation(IMPLEMENTATION)
             self._store = KeyValueStore(page_tokens)
-            self._learn()
+            state_bytes = self._learn()
         except (ValueError, KeyError, AttributeError, TypeError, NotImplementedError) as error:
             self.close()
             kind = getattr(model.config, "model_type", "this")
@@ -39,22 +44,29 @@ class ModelRunner:
         except BaseException:
             self.close()
             raise
-        self.n_pages = max(2, kv_bytes // self._store.page_bytes)
-        self.total_bytes = self.n_pages * self._store.page_bytes
+        self.max_running = max_running
+        if state_bytes:  # at most half of the memory is for states
+            self.max_running = max(1, min(max_running, kv_bytes // 2 // state_bytes))
+        state_bytes *= self.max_running
+        self.n_pages = max(2, (kv_bytes - state_bytes) // self._store.page_bytes)
+        self.total_bytes = self.n_pages * self._store.page_bytes + state_bytes
         self._store.allocate(self.n_pages)
         self._shares_calls = self._device.type == "cuda" and self._own_attention == "sdpa"
 
     def close(self) -> None:
         """Gives the model its own attention back. Idempotent."""
         self._model.set_attn_implementation(self._own_attention)
+        self.linear.close()
 
     @torch.inference_mode()
-    def _learn(self) -> None:
-        zero = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._model(**self._inputs(zero, zero, [Segment(0, 1, 1, zero)], zero, zero))
-        n_layers = self._model.config.get_text_config().num_hidden_layers
+    def _learn(self) -> int:
+        """Returns the bytes of a request's states."""
+        zero, states = torch.zeros(1, dtype=torch.int64, device=self._device), self.linear.new()
+        self._model(**self._inputs(zero, zero, [Segment(0, 1, 1, zero)], zero, zero, [(1, states)]))
+        n_layers = self._model.config.get_text_config().num_hidden_layers - self.linear.n_layers
         if self._store.n_layers != n_layers:
             raise NotImplementedError(f"{n_layers - self._store.n_layers} of its layers have no attention")
+        return self.linear.n_bytes(states)
 
     def ordered(self, shares: list[Share]) -> list[Share]:
         """The shares in an order in which those that attention computes in one call follow each other."""
@@ -91,7 +103,8 @@ class ModelRunner:
                 segments.append(Segment(start, len(call[0].tokens), longest, table))
             start += sum(len(share.tokens) for share in call)
         run = self._model.forward if beside else self._model  # without hooks, which count passes
-        logits: torch.Tensor = run(**self._inputs(ids, places, segments, written, kept)).logits
+        states = [(len(share.tokens), share.sequence.states) for call in calls for share in call]
+        logits: torch.Tensor = run(**self._inputs(ids, places, segments, written, kept, states)).logits
         return logits[0, -len(kept) :] if keep else logits[0, :0]
 
     def _calls(self, shares: Sequence[Share]) -> list[list[Share]]:
@@ -122,6 +135,7 @@ class ModelRunner:
         segments: Sequence[Segment | SingleRows],
         slots: torch.Tensor,
         keep: torch.Tensor,
+        states: Sequence[tuple[int, Any]],
     ) -> dict[str, Any]:
         """The arguments of the model."""
         return {
@@ -129,5 +143,5 @@ class ModelRunner:
             "position_ids": positions[None],
             "logits_to_keep": keep,
             "use_cache": False,
-            "packed_rows": PackedRows(self._store, segments, slots, self._own_attention == "eager"),
+            "packed_rows": PackedRows(self._store, segments, slots, self._own_attention == "eager", states),
         }

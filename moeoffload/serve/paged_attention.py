@@ -146,12 +146,14 @@ class KeyValueStore:
 @dataclass(frozen=True, slots=True)
 class PackedRows:
     """What attention has to know of a batch: what each of its calls computes, in the order of the rows; ``slots`` (see
-    `KeyValueStore.write`); and whether families' own attention does, with a mask to add."""
+    `KeyValueStore.write`); whether families' own attention does, with a mask to add; and for layers of linear attention
+    the number of rows and the states (see `LinearStates`) of each request, in the same order."""
 
     store: KeyValueStore
     segments: Sequence[Segment | SingleRows]
     slots: torch.Tensor
     is_eager: bool
+    states: Sequence[tuple[int, Any]]
 
 
 def paged_attention(

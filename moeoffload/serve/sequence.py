@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 from moeoffload.host.speculative import Drafter
 from moeoffload.serve.request import OnProgress, SamplingOptions
@@ -26,6 +27,8 @@ class Sequence:
     pages: list[int] = field(default_factory=list)  # the block table: page i holds the tokens from i * page_tokens on
     keys: list[bytes] = field(default_factory=list)
     """What names the beginning up to the end of each full page; see `BlockManager.page_key`."""
+    states: Any = None
+    """Of layers of linear attention, which hold the computed tokens; see `LinearStates`."""
     drafter: Drafter | None = None
     guesses: list[int] = field(default_factory=list)  # tokens that may follow, for the next step to verify
 
