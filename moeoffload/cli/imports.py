@@ -57,6 +57,9 @@ def import_transformers() -> None:
     library.join()
     import torch  # noqa: F401
 
+    if not has_gpu_driver() and "TRANSFORMERS_VERBOSITY" not in os.environ:
+        transformers.logging.set_verbosity_error()  # its warnings would advise to install kernels for GPUs
+
 
 def load_torch_library() -> None:
     """Loads the libraries of ``import torch`` without the interpreter lock, if possible; the import reports errors."""
