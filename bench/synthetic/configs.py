@@ -131,6 +131,14 @@ _MLA = {
     "num_key_value_heads": 4,
 }
 
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
 _HYBRID = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
@@ -172,6 +180,27 @@ _TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("num_local_experts", {"intermediate_size": 32, "head_dim": 16}),
     "granitemoe": ("num_local_experts", {"intermediate_size": 32}),
+    "granitemoehybrid": (
+        "num_local_experts",
+        {"intermediate_size": 32, "shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]} | _MAMBA,
+    ),
+    "nemotron_h": (
+        "n_routed_experts",
+        {
+            "layers_block_type": ["mamba", "moe", "attention", "moe"],
+            "num_hidden_layers": 4,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
+            "n_group": 1,
+            "topk_group": 1,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "head_dim": 16,
+            "chunk_size": 16,
+        },
+    ),
     "dots1": (
         "n_routed_experts",
         {"moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1},

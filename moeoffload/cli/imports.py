@@ -52,7 +52,7 @@ def import_transformers() -> None:
 
     # Not earlier: the first import needs C modules, which would wait for the loader.
     library.start()
-    import transformers.models  # noqa: F401
+    import transformers.models
 
     library.join()
     import torch  # noqa: F401

@@ -61,9 +61,10 @@ def _by_request(
     packed_rows: PackedRows | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """The forward of a linear attention module: hidden (1, rows, hidden) -> (1, rows, hidden)."""
+    """The forward of a linear attention module: hidden (1, rows, hidden) -> (1, rows, hidden).
+    Raises NotImplementedError: the model does not hand on what it was given."""
     if packed_rows is None:
-        return forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
+        raise NotImplementedError("it gives its linear attention no arguments of its caller")
     parts = hidden_states.split([n_rows for n_rows, _ in packed_rows.states], dim=1)
     calls = zip(parts, packed_rows.states, strict=True)
     return torch.cat([forward(part, cache_params=states, **kwargs) for part, (_, states) in calls], dim=1)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers.cache_utils import DummyLayer
 
 from moeoffload.errors import ModelError
 from moeoffload.serve.linear_states import LinearStates
@@ -63,7 +64,7 @@ class ModelRunner:
         """Returns the bytes of a request's states."""
         zero, states = torch.zeros(1, dtype=torch.int64, device=self._device), self.linear.new()
         self._model(**self._inputs(zero, zero, [Segment(0, 1, 1, zero)], zero, zero, [(1, states)]))
-        n_layers = self._model.config.get_text_config().num_hidden_layers - self.linear.n_layers
+        n_layers = sum(not isinstance(layer, DummyLayer) for layer in states.layers) - self.linear.n_layers
         if self._store.n_layers != n_layers:
             raise NotImplementedError(f"{n_layers - self._store.n_layers} of its layers have no attention")
         return self.linear.n_bytes(states)

@@ -19,7 +19,7 @@ from .client import ask, limits
 N_NEW = 40
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "granitemoehybrid", "nemotron_h"])
 def test_requests_together_get_the_tokens_of_each_alone(family: str, three_servers: list[str], tmp_path: Path) -> None:
     """Prompts in parts and whole, in halves of a step, one cancelled, more than run at a time, and preempted ones."""
     write_tiny(family, tmp_path)
