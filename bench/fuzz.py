@@ -193,7 +193,7 @@ def fuzz_targets(seconds: float, seed: int, folder: Path, say: Callable[[Row], N
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
         executed = re.search(r"number_of_executed_units:\s+(\d+)", done.stderr)
         if done.returncode:
-            print(done.stderr[-4000:], file=sys.stderr)
+            print(done.stdout[-4000:], done.stderr[-4000:], sep="\n", file=sys.stderr)
         rows.append(
             Row(
                 f"target {name}",

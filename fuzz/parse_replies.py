@@ -120,6 +120,7 @@ class _Host:
         words, at = self._server._words, self._server._segment.reply_at[index]
         words[at], words[at + 1] = n_bytes, request_id
         self._server._segment.reply_semaphores[index].release()
+        words[at + 2] = request_id
 
     def _answer_late(self, mode: int, index: int, request_id: int) -> None:
         """Else the slot would wait for its reply for ever."""
