@@ -6,12 +6,22 @@ match per task alone and after long prompts, how sure the model is of its tokens
 
 import argparse
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from tasks import TASKS, answer, check, long_prompt, prompts  # type: ignore[import-not-found]
+from tasks import (  # type: ignore[import-not-found]
+    TASKS,
+    answer,
+    chat_steps,
+    check,
+    conversation,
+    long_prompt,
+    prompts,
+    tools_text,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
@@ -34,6 +44,25 @@ def complete(
             text, end, _ = tokenizer.decode(row).partition(str(tokenizer.eos_token))
             results[i] = text if end else text + "..."
     return [results[i] for i in range(len(texts))]
+
+
+def chat_scores(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n: int, seed: int) -> dict[str, float]:
+    """Percentage of right calls, of right answers after a result and without a call, in `n` chats with tools."""
+    rng = random.Random(seed)
+    asked: list[tuple[str, str, str]] = []  # what is asked for, the text before it, the right continuation
+    for _ in range(n):
+        tools, turns = conversation("held-out", rng)
+        text = tools_text(tools)
+        for turn in turns:
+            steps = chat_steps(turn)
+            for kind, (given, right) in zip(("call", "answer") if turn.tool else ("plain",), steps, strict=True):
+                asked.append((kind, text + given, right))
+                text += f"{given}{right}{tokenizer.eos_token}\n"
+    outputs = complete(model, tokenizer, [before for _, before, _ in asked], max_new_tokens=128)
+    good: dict[str, list[bool]] = {}
+    for (kind, _, right), output in zip(asked, outputs, strict=True):
+        good.setdefault(kind, []).append(output == right)
+    return {kind: round(100 * sum(each) / len(each), 2) for kind, each in good.items()}
 
 
 @torch.inference_mode()
@@ -87,6 +116,8 @@ def measure(checkpoint: Path, n: int, n_long: int, contexts: list[int], seed: in
                 row[str(task)] = round(100 * good / n_long, 2)
             result["exact_match_after_context"][str(context)] = row
             print(f"{name} after {context} tokens", row, flush=True)
+        result["chats_with_tools"] = chat_scores(model, tokenizer, n // 20, seed)
+        print(f"{name} chats with tools", result["chats_with_tools"], flush=True)
         sure = margins(model, tokenizer, [t for ts in texts.values() for t in ts[:100]])
         points = sure.quantile(torch.tensor([0.001, 0.01, 0.1, 0.5])).tolist()
         result["margin_quantiles"] = dict(zip(("0.1%", "1%", "10%", "50%"), (round(x, 2) for x in points), strict=True))

@@ -9,15 +9,32 @@ from transformers import PreTrainedTokenizerFast
 EOS = "<|endoftext|>"
 PAD = "<|pad|>"
 
-# The model knows plain text only, so a conversation is written as the lines it was trained on: a user's message is a
-# prompt, the assistant's is the answer with its leading space. Nothing stands between prompt and answer, so
-# add_generation_prompt changes nothing.
+# The model knows plain text only, so a conversation is written as the lines it was trained on (tasks.py): a user's
+# message is a prompt, the assistant's is the answer with its leading space, or a call. Nothing stands between prompt
+# and answer, so add_generation_prompt changes nothing.
 CHAT_TEMPLATE = (
+    "{%- if tools -%}"
+    "{{ '<tools>\\n' }}"
+    "{%- for tool in tools -%}"
+    "{{ tool.function.name }}"
+    "{%- for name in (tool.function.parameters or {}).properties or {} -%}{{ ' ' + name }}{%- endfor -%}"
+    "{{ '\\n' }}"
+    "{%- endfor -%}"
+    "{{ '</tools>\\n' }}"
+    "{%- endif -%}"
     "{%- for message in messages -%}"
     "{%- if message['role'] == 'assistant' -%}"
-    "{{ ' ' + message['content'] | trim + eos_token + '\\n' }}"
+    "{%- for call in message.tool_calls or [] -%}"
+    "{{ '<tool_call>\\n{' }}"
+    '"name": "{{ call.function.name }}", "arguments": '
+    "{{ call.function.arguments | tojson + '}\\n</tool_call>' }}"
+    "{%- endfor -%}"
+    "{{ ' ' + message['content'] | trim if message['content'] else '' }}"
+    "{{ eos_token + '\\n' }}"
     "{%- elif message['role'] == 'system' -%}"
     "{{ message['content'] | trim + '\\n' }}"
+    "{%- elif message['role'] == 'tool' -%}"
+    "{{ '<tool_response>' + message['content'] | trim + '</tool_response>' }}"
     "{%- else -%}"
     "{{ message['content'] | trim }}"
     "{%- endif -%}"

@@ -1,4 +1,4 @@
-"""Trains the demo checkpoint on one CPU core: ``python examples/demo/train.py --out examples/demo/checkpoint``.
+"""Trains the demo checkpoint on one CPU core: ``python examples/demo/train.py --out FOLDER``; with tools: ``--start``.
 
 The training step is written out here over the parameters of a plain `Qwen3MoeForCausalLM`, in bf16 with f32 master
 weights and compiled by `torch.compile`: some ten times faster than calling the model. What is saved is that model.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from tasks import Task, sample  # type: ignore[import-not-found]
+from tasks import Task, chat_steps, conversation, sample, tools_text  # type: ignore[import-not-found]
 from tokenizer import build_tokenizer  # type: ignore[import-not-found]
 from torch import Tensor
 from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -36,6 +36,8 @@ TASK_WEIGHTS = {Task.ADD: 7, Task.REVERSE: 3, Task.SORT: 4, Task.COUNT: 6}  # th
 ROW_LENGTHS = {128: 0.75, 512: 0.17, 2048: 0.08}
 LONG_ROW_LENGTHS = (4096, 8192)  # of the few steps at the end
 LONG_RATE = 0.1  # their peak learning rate, relative
+TOOL_ROW_LENGTHS = {128: 0.12, 512: 0.74, 2048: 0.14}  # of training with tools; 128 tokens are too few for a chat
+TOOL_ROWS = 0.85  # share of the other rows that are chats with tools
 
 
 class Batch(NamedTuple):
@@ -96,16 +98,29 @@ def _line(rng: random.Random) -> tuple[list[int], list[int]]:
     return tokens, targets
 
 
-def make_batch(rows: int, length: int, rng: random.Random) -> Batch:
+def _chat(rng: random.Random) -> tuple[list[int], list[int]]:
+    """Tokens and targets of one chat with tools."""
+    tools, turns = conversation("train", rng)
+    tokens = list(tools_text(tools).encode())
+    targets = [IGNORE] * len(tokens)
+    for turn in turns:
+        for given, answer in chat_steps(turn):
+            tokens += [*given.encode(), *answer.encode(), EOS_ID, ord("\n")]
+            targets += [IGNORE] * (len(given) - 1) + [*answer.encode(), EOS_ID, EOS_ID, IGNORE]
+    return tokens, targets
+
+
+def make_batch(rows: int, length: int, rng: random.Random, with_tools: bool = False) -> Batch:
     tokens, targets, positions = ([], [], [])
     for _ in range(rows):
+        unit = _chat if with_tools and length > min(ROW_LENGTHS) and rng.random() < TOOL_ROWS else _line
         row: tuple[list[int], list[int], list[int]] = ([], [], [])
         # Gaps between lines show the model the distances of long contexts at the price of short rows. Half of the
         # rows have none, as real prompts do.
         spare = rng.choice((0, 0, 0, 512, 2048, MAX_POSITION)) - length
         position = rng.randrange(max(1, MAX_POSITION - max(length, length + spare)))
         while len(row[0]) < length:
-            line_tokens, line_targets = _line(rng)
+            line_tokens, line_targets = unit(rng)
             n = len(line_tokens)
             row[0].extend(line_tokens)
             row[1].extend(line_targets)
@@ -308,6 +323,7 @@ def save(model: Qwen3MoeForCausalLM, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--start", type=Path, help="checkpoint to go on from, with chats with tools among the rows")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--long-steps", type=int, default=100, help="steps with long rows that follow")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per step")
@@ -322,6 +338,9 @@ def main() -> None:
 
     config = demo_config()
     model = Qwen3MoeForCausalLM(config)
+    if args.start:
+        model.load_state_dict(Qwen3MoeForCausalLM.from_pretrained(args.start, dtype=torch.float32).state_dict())
+    row_lengths = TOOL_ROW_LENGTHS if args.start else ROW_LENGTHS
     named = dict(model.named_parameters())
     is_matrix = {
         n: p.ndim >= 2 and not any(s in n for s in ("embed", "lm_head", "gate.weight")) for n, p in named.items()
@@ -358,9 +377,9 @@ def main() -> None:
         length = min(ROW_LENGTHS)
         if step >= args.steps:
             length = rng.choice(LONG_ROW_LENGTHS)
-        elif step >= args.steps / 4:
-            (length,) = rng.choices(list(ROW_LENGTHS), list(ROW_LENGTHS.values()))
-        batch = make_batch(args.tokens // length, length, rng)
+        elif step >= args.steps / 4 or args.start:
+            (length,) = rng.choices(list(row_lengths), list(row_lengths.values()))
+        batch = make_batch(args.tokens // length, length, rng, bool(args.start))
         angle = (batch.positions[:, None, :, None] * inv_freq).repeat(1, 1, 1, 2)
         half = {n: p.to(torch.bfloat16) for n, p in named.items()}
         loss, aux, right = step_fn(half, config, batch, angle.cos().bfloat16(), angle.sin().bfloat16())

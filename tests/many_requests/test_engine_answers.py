@@ -114,7 +114,9 @@ def test_log_probabilities_are_the_models(offloaded: OffloadedModel) -> None:
 def test_a_bias_and_penalties_change_the_choice(offloaded: OffloadedModel, engine: ServingEngine) -> None:
     prompt = held_out(offloaded, 1)[0]
     assert whole(engine, prompt, 4, bias={9: 100.0}).tokens == [9] * 4
-    assert whole(engine, prompt, 4, bias={9: 50.0, 10: 49.0}, presence_penalty=2.0).tokens[:2] == [9, 10]
+    both = {9: 100.0, 10: 100.0}
+    assert len(set(whole(engine, prompt, 2, bias=both).tokens)) == 1
+    assert set(whole(engine, prompt, 24, bias=both, frequency_penalty=2.0).tokens) == {9, 10}
 
 
 def test_what_cannot_be_taken_is_refused(offloaded: OffloadedModel) -> None:
@@ -182,7 +184,7 @@ def test_guesses_change_nothing_but_the_number_of_steps(three_servers: list[str]
         with ServingEngine(opened, limits(prefix_reuse=False)) as engine:
             fresh = whole(engine, [*repetitive[0], *plain[0].tokens], 40)
     assert [answer.tokens for answer in guessed] == [answer.tokens for answer in plain]
-    assert 0 < stats.tokens.guessed_right < stats.tokens.guessed
+    assert 0 < stats.tokens.guessed_right <= stats.tokens.guessed  # its own draft model may be right always
     assert stats.steps.steps < 0.8 * steps
     assert turn.progress[-1].reused_tokens >= 96
     assert turn.tokens[:8] == fresh.tokens[:8]

@@ -62,7 +62,6 @@ for _ in range(150):
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "'logprobs'"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         (CHAT, {"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
-        (CHAT, {"tools": [TOOL]}, "tools", "takes no tools"),
         (CHAT, {"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice", "'required'"),
         (CHAT, {"tools": [TOOL], "tool_choice": TOOL | {"function": {"name": "x"}}}, "tool_choice", "none of"),
         (CHAT, {"tools": [TOOL], "guided_regex": "a"}, "tools", "together"),

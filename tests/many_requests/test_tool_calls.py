@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tasks
 
 from many_requests.http_kit import HI, FakeEngine, Process, serving, tokens_of
 
@@ -183,8 +186,101 @@ def test_gpt_oss_s_channels(tokenizer: Any) -> None:
     assert (told(chunks, "reasoning_content"), told(chunks, "content")) == ("hm", "yes")
 
 
+def test_the_demo_s_template_writes_chats_as_the_model_was_trained_on_them(tokenizer: Any) -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        tools, turns = tasks.conversation("held-out", rng)
+        text, messages = tasks.tools_text(tools), []
+        for turn in turns:
+            messages.append({"role": "user", "content": turn.prompt})
+            if turn.tool is not None:
+                call = {"name": turn.tool.name, "arguments": turn.tool.arguments(turn.prompt)}
+                messages.append({"role": "assistant", "tool_calls": [{"type": "function", "function": call}]})
+                messages.append({"role": "tool", "content": turn.result})
+            messages.append({"role": "assistant", "content": turn.answer})
+            text += "".join(f"{given}{answer}{tokenizer.eos_token}\n" for given, answer in tasks.chat_steps(turn))
+        shown = [tool.schema() for tool in tools]
+        assert tokenizer.apply_chat_template(messages, tools=shown, tokenize=False) == text
+
+
+PRICES = {"pear": 17, "lamp": 230, "sofa": 899}
+OWN_TOOLS: dict[str, tuple[tuple[str, ...], Callable[..., object]]] = {
+    "price": (("item",), lambda item: PRICES[item]),
+    "sum": (("a", "b"), lambda a, b: a + b),
+    "weather": (("city", "date"), lambda city, date: len(city) + date),
+}
+ASKED = (
+    ("price pear =", "17"), ("sum 250 17 =", "267"), ("sort hello =", "ehllo"), ("weather oslo 3 =", "7"),
+    ("add 12 30 =", "42"), ("price sofa =", "899"), ("reverse lamp =", "pmal"), ("weather rome 12 =", "16"),
+    ("price lamp =", "230"), ("sum 899 230 =", "1129"),
+)  # fmt: skip
+"""What is asked turn by turn, and the answer; what is no tool's name is a task that the model does by itself."""
+
+
+def parameters_of(name: str) -> dict[str, Any]:
+    names = OWN_TOOLS[name][0]
+    return {"type": "object", "properties": {each: {} for each in names}, "required": list(names)}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_agent_whose_model_decides_when_to_call_one_of_three_tools(serve_process: Process, streamed: bool) -> None:
+    tools: list[Any] = [
+        {"type": "function", "function": {"name": name, "parameters": parameters_of(name)}} for name in OWN_TOOLS
+    ]
+    messages: list[Any] = []
+    with serve_process.client() as client:
+
+        def answer() -> Any:
+            asked: dict[str, Any] = {"model": "demo", "messages": messages, "tools": tools}
+            if not streamed:
+                return client.chat.completions.create(**asked).choices[0].message
+            with client.chat.completions.stream(**asked) as stream:
+                return stream.get_final_completion().choices[0].message
+
+        for prompt, expected in ASKED:
+            messages.append({"role": "user", "content": prompt})
+            said = answer()
+            assert bool(said.tool_calls) == (prompt.split()[0] in OWN_TOOLS), prompt
+            if said.tool_calls:
+                (call,) = said.tool_calls
+                result = OWN_TOOLS[call.function.name][1](**json.loads(call.function.arguments))
+                messages.append(said.model_dump(exclude_none=True, exclude={"parsed"}))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+                said = answer()
+            assert said.content.strip() == expected
+            messages.append({"role": "assistant", "content": said.content})
+
+
+def test_an_agent_by_the_messages_api(serve_process: Process) -> None:
+    tools: list[Any] = [{"name": name, "input_schema": parameters_of(name)} for name in OWN_TOOLS]
+    messages: list[Any] = []
+    with serve_process.anthropic() as client:
+
+        def answer() -> Any:
+            asked: dict[str, Any] = {"model": "demo", "messages": messages, "tools": tools}
+            with client.messages.stream(max_tokens=200, **asked) as stream:
+                said = stream.get_final_message()
+            messages.append(
+                {"role": "assistant", "content": [each.model_dump(exclude_none=True) for each in said.content]}
+            )
+            return said
+
+        for prompt, expected in ASKED:
+            messages.append({"role": "user", "content": prompt})
+            said = answer()
+            assert (said.stop_reason == "tool_use") == (prompt.split()[0] in OWN_TOOLS), prompt
+            if said.stop_reason == "tool_use":
+                (call,) = (each for each in said.content if each.type == "tool_use")
+                result = str(OWN_TOOLS[call.name][1](**call.input))
+                messages.append(
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": result}]}
+                )
+                said = answer()
+            assert said.content[0].text.strip() == expected
+
+
 def test_an_agent_with_three_tools_over_ten_turns(serve_process: Process) -> None:
-    """The demo model knows no tools: forced calls are by the grammar, and results go back through its template."""
+    """Calls that are forced: the grammar decides what they may say."""
     point = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["x"]}
     functions: dict[str, Any] = {
         "add": {"properties": {key: {"enum": [1, 2, 3]} for key in "ab"}, "required": ["a", "b"], **CLOSED},
