@@ -81,14 +81,20 @@ def test_profile_counts_routes_and_the_most_used_experts_stay(
         assert all(expert not in remote.layers[layer] for _, layer, expert in hottest)
 
 
-WITH_SHARED = ("qwen2_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "dots1", "hunyuan_v1_moe")
+WITH_SHARED = (
+    "qwen2_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "nemotron_h", "dots1",
+    "hunyuan_v1_moe",
+)  # fmt: skip
+BESIDE_EXPERTS = {"granitemoehybrid"}
+"""Their layers, not their blocks of experts, add the shared expert, after the routed ones."""
 
 
 def test_every_tiny_family_with_shared_experts_is_here() -> None:
     with torch.device("meta"):
         models = {family: AutoModelForCausalLM.from_config(tiny_config(family)) for family in TINY_FAMILIES}
     names = {family: [name for name, _ in model.named_modules()] for family, model in models.items()}
-    assert {family for family, found in names.items() if any(".shared_" in name for name in found)} == set(WITH_SHARED)
+    shared = {family for family, found in names.items() if any(".shared_" in name for name in found)}
+    assert shared == {*WITH_SHARED, *BESIDE_EXPERTS}
 
 
 @pytest.mark.parametrize("family", WITH_SHARED)

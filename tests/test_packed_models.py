@@ -35,7 +35,7 @@ from moeoffload.native import Features, cpu_features
 def test_answers_are_those_of_the_unpacked_model(name: str, three_servers: list[str], tmp_path: Path) -> None:
     for row in measure(name, tasks.prompts(8, seed=11), three_servers[:2], tmp_path):
         assert not row.differing
-        assert row.right_percent == 100
+        assert row.right_percent == row.reference_percent > 80  # 4 bits cost some answers
 
 
 LEAST_RIGHT = {"int8": 99, "fp8": 97, "int4": 97, "mxfp4": 97}

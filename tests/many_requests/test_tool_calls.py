@@ -190,7 +190,8 @@ def test_the_demo_s_template_writes_chats_as_the_model_was_trained_on_them(token
     rng = random.Random(0)
     for _ in range(50):
         tools, turns = tasks.conversation("held-out", rng)
-        text, messages = tasks.tools_text(tools), []
+        text = tasks.tools_text(tools)
+        messages: list[dict[str, Any]] = []
         for turn in turns:
             messages.append({"role": "user", "content": turn.prompt})
             if turn.tool is not None:
