@@ -64,7 +64,8 @@ class ModelRunner:
         """Returns the bytes of a request's states."""
         zero, states = torch.zeros(1, dtype=torch.int64, device=self._device), self.linear.new()
         self._model(**self._inputs(zero, zero, [Segment(0, 1, 1, zero)], zero, zero, [(1, states)]))
-        n_layers = sum(not isinstance(layer, DummyLayer) for layer in states.layers) - self.linear.n_layers
+        n_layers = self._model.config.get_text_config().num_hidden_layers - self.linear.n_layers
+        n_layers -= sum(isinstance(layer, DummyLayer) for layer in states.layers)  # with experts alone
         if self._store.n_layers != n_layers:
             raise NotImplementedError(f"{n_layers - self._store.n_layers} of its layers have no attention")
         return self.linear.n_bytes(states)
