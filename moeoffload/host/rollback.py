@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from moeoffload.errors import ModelError
 
@@ -32,8 +32,10 @@ def linear_layers(cache: Cache) -> set[int]:
 
 
 def linear_modules(model: Any) -> Iterator[tuple[int, Any]]:
-    """Yields the number and the module of each layer of linear attention that is known to compute with such states."""
-    numbers = linear_layers(new_cache(model))
+    """Yields the number and the module of each layer of linear attention that is known to compute with such states, and
+    is no attention layer besides."""
+    cache = new_cache(model)
+    numbers = {n for n in linear_layers(cache) if not isinstance(cache.layers[n], CacheLayerMixin)}
     for module in model.modules() if numbers else ():
         number = getattr(module, "layer_idx", None)
         if number in numbers and "cache_params" in inspect.signature(module.forward).parameters:
@@ -53,7 +55,10 @@ def prepare_rollback(model: Any) -> None:
         module.forward = functools.partial(_by_token, module.forward, number)
         left.discard(number)
     if left:
-        raise ModelError(f"tokens cannot be guessed for {model.config.model_type}: layer {min(left)} cannot go back")
+        raise ModelError(
+            f"tokens cannot be guessed for {model.config.model_type}: its layer {min(left)} cannot go back after a "
+            "wrong one; leave out --draft and --prompt-lookup"
+        )
 
 
 def keep_past(cache: Cache, *, guesses: bool = True) -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers.cache_utils import DummyLayer
 
 from moeoffload.errors import ModelError
+from moeoffload.host.rollback import linear_layers
 from moeoffload.serve.linear_states import LinearStates
 from moeoffload.serve.paged_attention import IMPLEMENTATION, KeyValueStore, PackedRows, Segment, SingleRows
 from moeoffload.serve.sequence import Share
@@ -66,6 +67,8 @@ class ModelRunner:
         self._model(**self._inputs(zero, zero, [Segment(0, 1, 1, zero)], zero, zero, [(1, states)]))
         n_layers = self._model.config.get_text_config().num_hidden_layers - self.linear.n_layers
         n_layers -= sum(isinstance(layer, DummyLayer) for layer in states.layers)  # with experts alone
+        if mixed := len(linear_layers(states)) - self.linear.n_layers:
+            raise NotImplementedError(f"{mixed} of its layers have states that belong to no single request")
         if self._store.n_layers != n_layers:
             raise NotImplementedError(f"{n_layers - self._store.n_layers} of its layers have no attention")
         return self.linear.n_bytes(states)

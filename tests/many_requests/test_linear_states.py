@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from models import local_model, n_tokens
-from synthetic import write_tiny
+from synthetic import write_checkpoint, write_tiny
+from transformers import CONFIG_MAPPING
 
 from moeoffload import open_model
+from moeoffload.errors import ModelError
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import FinishReason
 
@@ -47,3 +49,33 @@ def test_requests_together_get_the_tokens_of_each_alone(family: str, three_serve
         again = offloaded.model.generate(prompts[3], max_new_tokens=N_NEW, do_sample=False, eos_token_id=None)
     assert torch.equal(alone, again)
     assert again[0, 70:].tolist() == expected[3]
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "why"),
+    [
+        (
+            "lfm2_moe",
+            {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0},
+            "layer 0 cannot go back after a wrong one",
+        ),
+        (
+            "jamba",
+            {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 16, "mamba_dt_rank": 8},
+            "no arguments",
+        ),
+    ],
+)
+def test_what_cannot_be_told_apart_or_taken_back_is_refused(
+    family: str, values: dict[str, Any], why: str, three_servers: list[str], tmp_path: Path
+) -> None:
+    small = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small |= {"num_key_value_heads": 2, "intermediate_size": 32, "moe_intermediate_size": 32, "num_experts": 8}
+    write_checkpoint(CONFIG_MAPPING[family](**small, num_experts_per_tok=2, **values), tmp_path, dtype=torch.float32)
+    where: dict[str, Any] = {"experts": three_servers[:1], "device": "cpu"}
+    if family == "lfm2_moe":
+        with pytest.raises(ModelError, match=why):
+            open_model(tmp_path, prompt_lookup=3, **where)
+        return
+    with open_model(tmp_path, **where) as offloaded, pytest.raises(ModelError, match=why):
+        ServingEngine(offloaded, limits())
