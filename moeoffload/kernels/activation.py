@@ -67,8 +67,11 @@ def recognise(experts: nn.Module) -> Activation | None:
 
 
 def _probe(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns (n,) values of both signs and all sizes within the range of f16, densest where the functions bend."""
-    sizes = torch.cat((torch.logspace(-14, 15, 59, base=2), torch.linspace(0.1, 12, 40)))
+    """Returns (181,) values of both signs and all sizes within the range of f16, densest where the functions bend.
+
+    Their pairs are just so few that torch computes them in one thread: to wake others may take 10 ms for each layer.
+    """
+    sizes = torch.cat((torch.logspace(-14, 15, 59, base=2), torch.linspace(0.1, 12, 31)))
     return torch.cat((sizes, -sizes, torch.zeros(1))).to(device, dtype)
 
 
