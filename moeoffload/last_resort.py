@@ -23,7 +23,7 @@ def check_room_for_thread() -> None:
     stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
     stack = _USUAL_STACK if stack == resource.RLIM_INFINITY else stack
     try:
-        mmap.mmap(-1, stack + _FIRST_OBJECTS).close()
+        mmap.mmap(-1, stack + _FIRST_OBJECTS, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, ValueError, OverflowError, MemoryError):
         raise RuntimeError("can't start new thread: no memory for it") from None
 

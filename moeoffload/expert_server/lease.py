@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import secrets
 import threading
@@ -39,13 +38,6 @@ logger = logging.getLogger(__name__)
 CALIBRATION_ROWS: Final = 64
 CALIBRATION_BYTES: Final = 1 << 30
 CALIBRATION_TIMEOUT_S: Final = 60.0
-
-
-@functools.cache
-def _exempt_modules_from_collections() -> None:
-    """Loading makes so many objects that the garbage collector often visits all, those of imported modules included."""
-    gc.collect()
-    gc.freeze()
 
 
 class HostLease:
@@ -155,7 +147,6 @@ class HostLease:
             logger.info("%s: %.0f %% of the experts to load begin on the device", self.host, 100 * self._fast_part)
         from moeoffload.checkpoint.copy_buffers import CopyBuffers  # imported with the first model, as is checkpoint/
 
-        _exempt_modules_from_collections()
         with CopyBuffers() as buffers, ThreadPoolExecutor(1, "compile-kernels") as ahead:
             for key in keys:
                 kernels = self._load_layer(checkpoint, key, buffers)

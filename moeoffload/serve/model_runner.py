@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +13,12 @@ from transformers.cache_utils import DummyLayer
 
 from moeoffload.errors import ModelError
 from moeoffload.host.rollback import linear_layers
+from moeoffload.placement import GIB
 from moeoffload.serve.linear_states import LinearStates
 from moeoffload.serve.paged_attention import IMPLEMENTATION, KeyValueStore, PackedRows, Segment, SingleRows
 from moeoffload.serve.sequence import Share
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -47,8 +51,12 @@ class ModelRunner:
             self.close()
             raise
         self.max_running = max_running
-        if state_bytes:  # at most half of the memory is for states
-            self.max_running = max(1, min(max_running, kv_bytes // 2 // state_bytes))
+        if state_bytes * max_running > kv_bytes // 2:  # the other half is for keys and values
+            self.max_running = max(1, kv_bytes // 2 // state_bytes)
+            logger.warning(
+                "%d requests run at a time instead of %d: states of one take %.3g GiB, and half of kv-gib is for them",
+                *(self.max_running, max_running, state_bytes / GIB),
+            )
         state_bytes *= self.max_running
         self.n_pages = max(2, (kv_bytes - state_bytes) // self._store.page_bytes)
         self.total_bytes = self.n_pages * self._store.page_bytes + state_bytes

@@ -51,6 +51,18 @@ def test_requests_together_get_the_tokens_of_each_alone(family: str, three_serve
     assert again[0, 70:].tolist() == expected[3]
 
 
+def test_fewer_requests_run_where_memory_lacks_for_their_states_and_that_is_said(
+    three_servers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_tiny("qwen3_next", tmp_path)
+    with (
+        open_model(tmp_path, experts=three_servers[:1], device="cpu") as offloaded,
+        ServingEngine(offloaded, limits(kv_gib=0.00004, max_running=32)) as engine,
+    ):
+        assert ask(engine, [5, 6, 7], 8, ignore_eos=True).finish is FinishReason.LENGTH
+    assert "requests run at a time instead of 32" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("family", "values", "why"),
     [
