@@ -6,9 +6,7 @@ The interpreter lock is free meanwhile. With several calls for each part, loadin
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 import torch
 
@@ -17,9 +15,7 @@ from moeoffload.checkpoint.weights import StoredWeight
 from moeoffload.formats import PackedWeights
 from moeoffload.formats.conversion import Conversion, Step
 from moeoffload.formats.file_format import Packing
-from moeoffload.formats.tiles import TILE_ROWS, Copy, Matrix, Part, Read, matrix_reader, rows_of
-
-_BAND_BYTES: Final = 1 << 17  # of parts that are read, converted and written at a time: they stay in a core's cache
+from moeoffload.formats.tiles import Copy, Matrix, Part, Read, matrix_reader, rows_of
 
 
 class RepeatedRead:
@@ -51,7 +47,7 @@ class RepeatedRead:
         self.packing = packing
         self._function = None
         used = [*sections.values(), *(scales for scales, _ in shared), *(each.source for each in conversions)]
-        owners = {_storage(each): each for each in (*parts.values(), *(each.to for each in conversions))}
+        owners = {_storage(each) for each in (*parts.values(), *(each.to for each in conversions))}
         if not isinstance(rows, slice) or any(_storage(view) not in owners or view.stride(1) != 1 for view in used):
             return  # the sections of another matrix are not only other bytes in the same places
         self._function = matrix_reader()
@@ -60,30 +56,19 @@ class RepeatedRead:
         others = [part.flatten().view(torch.uint8).numpy() for part in parts.values() if _storage(part) not in stored]
         self._others = [(other, other.tobytes()) for other in others]
         to = room.data[slot, rows]
-        n_bands = 1
-        if all(each.is_by_rows for each in conversions) and all(
-            len(view) * view.stride(0) * view.itemsize == owners[_storage(view)].nbytes for view in used
-        ):
-            counts = [*(len(view) for view in used), *(each.step.numbers[0] for each in conversions)]
-            n_units = len(to) // (TILE_ROWS if room.in_tiles else 1)
-            n_bands = _n_bands(math.gcd(n_units, *counts), sum(part.nbytes for part in parts.values()))
         of_data, of_scales = _address(room.data, slot), _address(room.scales, slot)
         tiles = rows_of(room.format, room.n_in, sections, len(to)) if room.in_tiles else None
         pairs = [] if tiles else [(part, room.section(name)[slot, rows]) for name, part in sections.items()]
-        bands = {role: n_bands if _storage(part) in stored else 1 for role, part in parts.items()}
-        reads = [Read(0, 0, part.nbytes // bands[role], bands[role], part.data_ptr()) for role, part in parts.items()]
-        copies = [_copy(*pair, of_data, n_bands) for pair in pairs]
-        copies += [_copy(*pair, of_scales, n_bands) for pair in shared]
+        reads = [Read(0, 0, part.nbytes, part.data_ptr()) for part in parts.values()]
+        copies = [*(_copy(*pair, of_data) for pair in pairs), *(_copy(*pair, of_scales) for pair in shared)]
         steps = [each.step for each in conversions]
         arrays = (Read * len(reads))(*reads), (Step * len(steps))(*steps), (Copy * len(copies))(*copies)
-        self._reads, band_steps, _ = arrays
-        for step in band_steps:
-            step.numbers[0] //= n_bands
+        self._reads = arrays[0]
         self._matrix = Matrix(
             *(ctypes.addressof(each) for each in arrays),
             ctypes.addressof(tiles) if tiles else None,
-            *(n_bands, *(len(each) for each in arrays), len(pairs)),
-            *(to.data_ptr() - of_data, len(to) // n_bands, to.shape[1]),
+            *(len(each) for each in arrays),
+            *(len(pairs), to.data_ptr() - of_data, len(to), to.shape[1]),
         )
         self._kept = parts, conversions, tiles, arrays  # whose addresses are in the matrix
 
@@ -93,7 +78,7 @@ class RepeatedRead:
             return False
         for read, tensor in zip(self._reads, weight.parts.values(), strict=True):
             read.file = reader.descriptor(tensor.file)
-            read.offset = tensor.offset + (0 if len(weight.shape) == 2 else expert * read.size * read.n_bands)
+            read.offset = tensor.offset + (0 if len(weight.shape) == 2 else expert * read.size)
         done = self._function(ctypes.byref(self._matrix), _address(room.data, slot), _address(room.scales, slot))
         return done and all(other.tobytes() == expected for other, expected in self._others)
 
@@ -102,15 +87,10 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _n_bands(most: int, n_bytes: int) -> int:
-    """Returns into how many bands a matrix is divided, a divisor of ``most``."""
-    return next((n for n in range(1, most) if most % n == 0 and n_bytes <= n * _BAND_BYTES), most)
-
-
-def _copy(part: torch.Tensor, to: torch.Tensor, start: int, n_bands: int) -> Copy:
-    """Returns the copy of a band's rows to a place that is found from the address ``start`` of its slot."""
+def _copy(part: torch.Tensor, to: torch.Tensor, start: int) -> Copy:
+    """Returns the copy of rows to a place that is found from the address ``start`` of its slot."""
     size, strides = part.shape[1] * part.itemsize, (part.stride(0) * part.itemsize, to.stride(0) * to.itemsize)
-    return Copy(Part(part.data_ptr(), strides[0]), to.data_ptr() - start, strides[1], size, len(part) // n_bands)
+    return Copy(Part(part.data_ptr(), strides[0]), to.data_ptr() - start, strides[1], size, len(part))
 
 
 def _address(tensor: torch.Tensor | None, slot: int) -> int:

@@ -33,24 +33,21 @@ class Step(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A conversion that was run; if ``is_by_rows``, it converts the first rows of ``source`` to the first of ``to``."""
+    """A conversion that was run."""
 
     step: Step
     source: torch.Tensor
     to: torch.Tensor
-    is_by_rows: bool
 
 
-def convert(
-    function: str, source: torch.Tensor, shape: tuple[int, int], *numbers: int, is_by_rows: bool = True
-) -> torch.Tensor | None:
+def convert(function: str, source: torch.Tensor, shape: tuple[int, int], *numbers: int) -> torch.Tensor | None:
     """Returns what a function of C makes of a tensor, uint8 of ``shape``; None without the library.
 
     Args:
         function: its name.
         source: contiguous; otherwise the result is None.
         shape: rows and bytes.
-        numbers: see the function; the first one is proportional to the rows if it ``is_by_rows``.
+        numbers: see the function.
     """
     library = _library()
     if library is None or not source.is_contiguous():
@@ -60,7 +57,7 @@ def convert(
     step = Step(address, source.data_ptr(), to.data_ptr(), _Numbers(*numbers))
     library.moe_convert(ctypes.byref(step), 1)
     if (record := getattr(_thread, "record", None)) is not None:
-        record.append(Conversion(step, source, to, is_by_rows))
+        record.append(Conversion(step, source, to))
     return to
 
 
@@ -88,7 +85,7 @@ def transpose_codes(words: torch.Tensor, places: tuple[int, ...]) -> torch.Tenso
     (out, bytes), contiguous, with the first weight in the lowest bits."""
     n_in, n_columns = words.shape
     shape, numbers = (8 * n_columns, n_in // 2), (n_in, n_columns, _nibbles(places))
-    made = convert("moe_transpose_codes", words, shape, *numbers, is_by_rows=False)
+    made = convert("moe_transpose_codes", words, shape, *numbers)
     if made is not None:
         return made
     codes = _split_words(words.t(), places)
@@ -98,7 +95,7 @@ def transpose_codes(words: torch.Tensor, places: tuple[int, ...]) -> torch.Tenso
 def transpose_items(items: torch.Tensor) -> torch.Tensor:
     """Transposes (n, out) of any dtype of at most 8 bytes to (out, bytes), contiguous."""
     (n, n_out), size = items.shape, items.itemsize
-    made = convert("moe_transpose_items", items, (n_out, n * size), n, n_out, size, is_by_rows=False)
+    made = convert("moe_transpose_items", items, (n_out, n * size), n, n_out, size)
     return as_bytes(items.t()) if made is None else made
 
 
@@ -106,9 +103,8 @@ def split_zeros(words: torch.Tensor, places: tuple[int, ...] = IN_ORDER, more: i
     """Splits words of eight rows' zeros, (out / 8, groups) int32, contiguous or a transposed view, to (out, groups)
     uint8; ``places`` as in `transpose_codes`; ``more`` is added to each word before."""
     n, n_groups = words.shape
-    is_by_rows = words.is_contiguous()
-    stored, numbers = words if is_by_rows else words.t(), (n, n_groups, *words.stride(), more, _nibbles(places))
-    made = convert("moe_split_zeros", stored, (8 * n, n_groups), *numbers, is_by_rows=is_by_rows)
+    stored, numbers = words if words.is_contiguous() else words.t(), (n, n_groups, *words.stride(), more)
+    made = convert("moe_split_zeros", stored, (8 * n, n_groups), *numbers, _nibbles(places))
     if made is not None:
         return made
     return _split_words(words + more, places)

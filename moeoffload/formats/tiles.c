@@ -18,13 +18,13 @@ typedef struct {
     int64_t group_bits;  // 1 << group_bits weights share a scale
 } Rows;
 
-// `size` bytes of a file for each of the first n_bands bands.
+// `size` bytes of a file.
 typedef struct {
-    int64_t file, offset, size, n_bands;
+    int64_t file, offset, size;
     uint8_t *to;
 } Read;
 
-// `n` pieces of `size` bytes for each band.
+// `n` pieces of `size` bytes.
 typedef struct {
     Part from;
     int64_t to, to_stride, size, n;
@@ -35,9 +35,9 @@ typedef struct {
     const Step *steps;
     const Copy *copies;
     const Rows *rows;  // NULL: they are copied
-    int64_t n_bands, n_reads, n_steps, n_copies;
-    int64_t n_data;               // copies that go to the data, the others go to the scales
-    int64_t start, n_rows, row_bytes;  // where tiles begin in the data, and the size of a band
+    int64_t n_reads, n_steps, n_copies;
+    int64_t n_data;                    // copies that go to the data, the others go to the scales
+    int64_t start, n_rows, row_bytes;  // where tiles begin in the data, and their size
 } Matrix;
 
 // fold_nibbles turns eight 4-bit codes in order into four bytes, with codes 0 to 3 in their lower and 4 to 7 in their
@@ -211,21 +211,16 @@ void moe_read_tiles(const Rows *rows, uint8_t *tiles, int64_t tile_bytes, int64_
 }
 
 // Reads the parts of a matrix, converts them, and writes its rows as tiles, or copies them, to places counted from `data`
-// and `scales`: band after band, which stay in the cache meanwhile. Returns whether all bytes could be read.
+// and `scales`. Returns whether all bytes could be read.
 int moe_read_matrix(const Matrix *of, uint8_t *data, uint8_t *scales) {
-    for (int64_t band = 0; band < of->n_bands; band++) {
-        for (const Read *each = of->reads; each < of->reads + of->n_reads; each++) {
-            if (band >= each->n_bands) continue;
-            if (pread(each->file, each->to, each->size, each->offset + band * each->size) != each->size) return 0;
-        }
-        moe_convert(of->steps, of->n_steps);
-        for (const Copy *each = of->copies; each < of->copies + of->n_copies; each++) {
-            uint8_t *to = (each < of->copies + of->n_data ? data : scales) + each->to + band * each->n * each->to_stride;
-            for (int64_t i = 0; i < each->n; i++)
-                memcpy(to + i * each->to_stride, each->from.at + i * each->from.stride, each->size);
-        }
-        uint8_t *tiles = data + of->start + band * of->n_rows * of->row_bytes;
-        if (of->rows) moe_make_tiles(of->rows, tiles, TILE * of->row_bytes, of->n_rows / TILE);
+    for (const Read *each = of->reads; each < of->reads + of->n_reads; each++)
+        if (pread(each->file, each->to, each->size, each->offset) != each->size) return 0;
+    moe_convert(of->steps, of->n_steps);
+    for (const Copy *each = of->copies; each < of->copies + of->n_copies; each++) {
+        uint8_t *to = (each < of->copies + of->n_data ? data : scales) + each->to;
+        for (int64_t i = 0; i < each->n; i++)
+            memcpy(to + i * each->to_stride, each->from.at + i * each->from.stride, each->size);
     }
+    if (of->rows) moe_make_tiles(of->rows, data + of->start, TILE * of->row_bytes, of->n_rows / TILE);
     return 1;
 }

@@ -47,23 +47,23 @@ class Rows(ctypes.Structure):
 
 
 class Read(ctypes.Structure):
-    """``size`` bytes to read from a file for each of the first ``n_bands`` bands."""
+    """``size`` bytes to read from a file."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("file", "offset", "size", "n_bands", "to"))
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("file", "offset", "size", "to"))
 
 
 class Copy(ctypes.Structure):
-    """Pieces of ``size`` bytes to copy for each band."""
+    """``n`` pieces of ``size`` bytes to copy."""
 
     _fields_ = (("start", Part), *((name, ctypes.c_int64) for name in ("to", "to_stride", "size", "n")))
 
 
 class Matrix(ctypes.Structure):
-    """A matrix to read, in bands of neighbouring rows."""
+    """A matrix to read."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("reads", "steps", "copies", "rows")),
-        *((name, ctypes.c_int64) for name in ("n_bands", "n_reads", "n_steps", "n_copies", "n_data")),
+        *((name, ctypes.c_int64) for name in ("n_reads", "n_steps", "n_copies", "n_data")),
         *((name, ctypes.c_int64) for name in ("start", "n_rows", "row_bytes")),
     )
 

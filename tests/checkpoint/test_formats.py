@@ -61,10 +61,7 @@ def test_experts_and_dense_tensors_are_those_that_the_formats_library_unpacks(ca
 
 @pytest.mark.parametrize("in_tiles", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_an_expert_read_after_others_is_the_one_read_alone(
-    case: Case, in_tiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("moeoffload.checkpoint.repeated_read._BAND_BYTES", 1 << 10)  # in many bands of rows
+def test_an_expert_read_after_others_is_the_one_read_alone(case: Case, in_tiles: bool, tmp_path: Path) -> None:
     assert_read_alone(Checkpoint.open(write(case, tmp_path)), 1, in_tiles=in_tiles)
 
 

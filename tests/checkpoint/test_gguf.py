@@ -62,12 +62,8 @@ def test_experts_stay_packed_and_hold_the_numbers_of_the_file(tmp_path: Path, fa
             assert torch.equal(values, expected[name][chosen].to(dtype)), name
 
 
-@pytest.mark.parametrize("band_bytes", [1 << 10, 1 << 30])
 @each_packed_model
-def test_an_expert_read_after_others_is_the_one_read_alone(
-    tmp_path: Path, family: str, kind: str, band_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("moeoffload.checkpoint.repeated_read._BAND_BYTES", band_bytes)
+def test_an_expert_read_after_others_is_the_one_read_alone(tmp_path: Path, family: str, kind: str) -> None:
     checkpoint = Checkpoint.open(models.write_model(family, tmp_path, kind), dtype=torch.bfloat16)
     for in_tiles in (False, True):
         assert_read_alone(checkpoint, 0, in_tiles=in_tiles)
