@@ -53,14 +53,6 @@ INLINE Four unfold_bits(Four word) { return exchange(fold_pairs(exchange(word, 8
 // How codes differ in tiles: not at all, by 128, or as fold_nibbles says.
 enum { SAME, SIGNS, NIBBLES };
 
-// Transposes a matrix of four by four words.
-INLINE void transpose(Four w[4]) {
-    const Four a = PICK(w[0], w[1], 0, 4, 1, 5), b = PICK(w[0], w[1], 2, 6, 3, 7);
-    const Four c = PICK(w[2], w[3], 0, 4, 1, 5), d = PICK(w[2], w[3], 2, 6, 3, 7);
-    w[0] = PICK(a, c, 0, 1, 4, 5), w[1] = PICK(a, c, 2, 3, 6, 7);
-    w[2] = PICK(b, d, 0, 1, 4, 5), w[3] = PICK(b, d, 2, 3, 6, 7);
-}
-
 // Copies `size` bytes at `place` of a section from each of 16 rows to the tile at `at`, or back if is_back; returns the
 // address behind them in the tile.
 INLINE uint8_t *move_bytes(const int is_back, const Part *part, int64_t place, const int64_t size, uint8_t *at) {
@@ -97,7 +89,7 @@ INLINE uint8_t *move_codes(const int is_back, const Part *part, int64_t place, u
             if (change == SIGNS) words[i] ^= 0x80808080;
             if (change == NIBBLES) words[i] = is_back ? unfold_nibbles(words[i]) : fold_nibbles(words[i]);
         }
-        transpose(words);
+        transpose_words(words);
         for (int i = 0; i < 4; i++) memcpy(is_back ? row + i * part->stride : at + 4 * TILE * i, &words[i], 16);
     }
     return at + 3 * 4 * TILE;

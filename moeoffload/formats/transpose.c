@@ -19,6 +19,13 @@ static void exchange_codes(Words words[8])
             }
 }
 
+// Copies n bytes, which usually are `usual`, a constant: such copies are much faster than those of any length.
+INLINE void copy(void *to, const void *from, const long n, const long usual)
+{
+    if (n == usual) memcpy(to, from, usual);
+    else memcpy(to, from, n);
+}
+
 INLINE void transpose(const uint8_t *from, uint8_t *to, const long n_rows, const long n_columns, const long size)
 {
     for (long column = 0; column < n_columns; column += BLOCK) {
@@ -30,7 +37,7 @@ INLINE void transpose(const uint8_t *from, uint8_t *to, const long n_rows, const
                 for (long m = 0; m < width; m++)
                     memcpy(runs[m] + k * size, from + ((row + k) * n_columns + column + m) * size, size);
             for (long m = 0; m < width; m++)
-                memcpy(to + ((column + m) * n_rows + row) * size, runs[m], size * height);
+                copy(to + ((column + m) * n_rows + row) * size, runs[m], size * height, size * RUN);
         }
     }
 }
@@ -49,26 +56,30 @@ void moe_transpose_items(const uint8_t *from, uint8_t *to, const int64_t *n)
 // to (8 * columns, rows / 8) words of eight codes of one row. Numbers: rows, columns, places.
 void moe_transpose_codes(const uint8_t *from, uint8_t *to, const int64_t *n)
 {
-    const uint32_t *words = (const uint32_t *)from;
-    uint32_t *out = (uint32_t *)to;
-    const long n_rows = n[0], n_columns = n[1], places = n[2];
-    long n_blocks = n_rows / 8;
+    const long n_blocks = n[0] / 8, n_columns = n[1], places = n[2];
     for (long column = 0; column < n_columns; column += BLOCK) {
-        long width = n_columns - column < BLOCK ? n_columns - column : BLOCK;
+        const long width = n_columns - column < BLOCK ? n_columns - column : BLOCK;
         for (long first = 0; first < n_blocks; first += RUN) {
-            long n = n_blocks - first < RUN ? n_blocks - first : RUN;
-            uint32_t runs[8 * BLOCK][RUN];
-            for (long block = 0; block < n; block++) {
-                Words set[8] = {{0}};
-                for (int k = 0; k < 8; k++)
-                    memcpy(&set[k], words + (8 * (first + block) + k) * n_columns + column, 4 * width);
-                exchange_codes(set);
-                for (int m = 0; m < BLOCK; m++)
-                    for (int i = 0; i < 8; i++)
-                        runs[8 * m + i][block] = set[places >> 4 * i & 7][m];
+            const long height = n_blocks - first < RUN ? n_blocks - first : RUN;
+            Four runs[8 * BLOCK][RUN / 4];
+            for (long block = 0; block < height; block += 4) {
+                Words sets[4][8] = {0};
+                for (long b = 0; b < 4 && block + b < height; b++) {
+                    const uint8_t *row = from + 4 * (8 * (first + block + b) * n_columns + column);
+                    for (int k = 0; k < 8; k++) copy(&sets[b][k], row + 4 * k * n_columns, 4 * width, 4 * BLOCK);
+                    exchange_codes(sets[b]);
+                }
+                for (int i = 0; i < 8; i++)
+                    for (int m = 0; m < BLOCK; m += 4) {
+                        Four words[4];
+                        for (int b = 0; b < 4; b++)
+                            memcpy(&words[b], (uint32_t *)&sets[b][places >> 4 * i & 7] + m, sizeof words[b]);
+                        transpose_words(words);
+                        for (int b = 0; b < 4; b++) runs[8 * (m + b) + i][block / 4] = words[b];
+                    }
             }
             for (long row = 0; row < 8 * width; row++)
-                memcpy(out + (8 * column + row) * n_blocks + first, runs[row], 4 * n);
+                copy(to + 4 * ((8 * column + row) * n_blocks + first), runs[row], 4 * height, 4 * RUN);
         }
     }
 }

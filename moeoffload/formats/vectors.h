@@ -1,4 +1,4 @@
-// What tiles.c and sections.c share.
+// What the C files of this folder share.
 #include <stdint.h>
 #include <string.h>
 
@@ -13,6 +13,14 @@
 
 // One word of each of four rows, or four words of one row.
 typedef uint32_t Four __attribute__((vector_size(16)));
+
+// Transposes a matrix of four by four words.
+INLINE void transpose_words(Four w[4]) {
+    const Four a = PICK(w[0], w[1], 0, 4, 1, 5), b = PICK(w[0], w[1], 2, 6, 3, 7);
+    const Four c = PICK(w[2], w[3], 0, 4, 1, 5), d = PICK(w[2], w[3], 2, 6, 3, 7);
+    w[0] = PICK(a, c, 0, 1, 4, 5), w[1] = PICK(a, c, 2, 3, 6, 7);
+    w[2] = PICK(b, d, 0, 1, 4, 5), w[3] = PICK(b, d, 2, 3, 6, 7);
+}
 
 // Exchanges the bits in `mask` with those `distance` above them.
 INLINE Four exchange(Four word, int distance, uint32_t mask) {
