@@ -30,10 +30,10 @@ class BatchRunner:
         """Takes the model over until it is closed.
         Raises ModelError: requests of this model cannot be batched; ServerError: an expert server failed."""
         self._recorder = offloaded.recorder
-        self.runner = ModelRunner(offloaded.model, PAGE_TOKENS, int(settings.kv_gib * GIB), settings.max_running)
-        # A beginning's pages are of no use without the states after it, which are not kept.
-        reuse = settings.prefix_reuse and not self.runner.linear.n_layers
-        self.blocks = BlockManager(self.runner.n_pages, PAGE_TOKENS, reuse=reuse)
+        reuse, room = settings.prefix_reuse, (int(settings.kv_gib * GIB), settings.max_running)
+        self.runner = ModelRunner(offloaded.model, PAGE_TOKENS, *room, reuse=reuse)
+        n_states = self.runner.n_kept_states
+        self.blocks = BlockManager(self.runner.n_pages, PAGE_TOKENS, reuse=reuse, n_states=n_states)
         step_rows = max(settings.prefill_chunk, self.runner.max_running)
         self.scheduler = Scheduler(self.blocks, step_rows, self.runner.max_running)
         self._guesser = Guesser(offloaded)

@@ -15,7 +15,7 @@ from moeoffload.errors import ModelError
 from moeoffload.host.rollback import linear_layers
 from moeoffload.placement import GIB
 from moeoffload.serve.linear_states import LinearStates
-from moeoffload.serve.paged_attention import IMPLEMENTATION, KeyValueStore, PackedRows, Segment, SingleRows
+from moeoffload.serve.paged_attention import IMPLEMENTATION, KeyValueStore, PackedRows, Segment, SingleRows, StatesPart
 from moeoffload.serve.sequence import Share
 
 logger = logging.getLogger(__name__)
@@ -24,11 +24,13 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """A transformers model and the memory of its keys and values: ``n_pages``, ``total_bytes``. For one thread.
 
-    Of a model with layers of linear attention, ``max_running`` requests have states in that memory, too.
+    Of a model with layers of linear attention, ``max_running`` requests have states in that memory, too, and
+    ``n_kept_states`` beginnings (None for other models).
     """
 
-    def __init__(self, model: Any, page_tokens: int, kv_bytes: int, max_running: int) -> None:
-        """Takes the model over until `close`, and runs it once to learn what its layers keep.
+    def __init__(self, model: Any, page_tokens: int, kv_bytes: int, max_running: int, *, reuse: bool) -> None:
+        """Takes the model over until `close`, and runs it once to learn what its layers keep; with ``reuse``, states of
+        beginnings will be kept.
         Raises ModelError: requests of this model cannot be batched; ServerError: an expert server failed."""
         self._model = model
         self._device = model.device
@@ -51,13 +53,17 @@ class ModelRunner:
             self.close()
             raise
         self.max_running = max_running
-        if state_bytes * max_running > kv_bytes // 2:  # the other half is for keys and values
-            self.max_running = max(1, kv_bytes // 2 // state_bytes)
+        self.n_kept_states: int | None = None
+        if state_bytes:
+            n_states = min(2 * max_running, kv_bytes // 2 // state_bytes)  # the other half is for keys and values
+            self.n_kept_states = n_states // 4 if reuse else 0
+            self.max_running = min(max_running, max(1, n_states - self.n_kept_states))
+        if self.max_running < max_running:
             logger.warning(
                 "%d requests run at a time instead of %d: states of one take %.3g GiB, and half of kv-gib is for them",
                 *(self.max_running, max_running, state_bytes / GIB),
             )
-        state_bytes *= self.max_running
+        state_bytes *= self.max_running + (self.n_kept_states or 0)
         self.n_pages = max(2, (kv_bytes - state_bytes) // self._store.page_bytes)
         self.total_bytes = self.n_pages * self._store.page_bytes + state_bytes
         self._store.allocate(self.n_pages)
@@ -72,7 +78,7 @@ class ModelRunner:
     def _learn(self) -> int:
         """Returns the bytes of a request's states."""
         zero, states = torch.zeros(1, dtype=torch.int64, device=self._device), self.linear.new()
-        self._model(**self._inputs(zero, zero, [Segment(0, 1, 1, zero)], zero, zero, [(1, states)]))
+        self._model(**self._inputs(zero, zero, [Segment(0, 1, 1, zero)], zero, zero, [(1, states, None)]))
         n_layers = self._model.config.get_text_config().num_hidden_layers - self.linear.n_layers
         n_layers -= sum(isinstance(layer, DummyLayer) for layer in states.layers)  # with experts alone
         if mixed := len(linear_layers(states)) - self.linear.n_layers:
@@ -116,7 +122,7 @@ class ModelRunner:
                 segments.append(Segment(start, len(call[0].tokens), longest, table))
             start += sum(len(share.tokens) for share in call)
         run = self._model.forward if beside else self._model  # without hooks, which count passes
-        states = [(len(share.tokens), share.sequence.states) for call in calls for share in call]
+        states = [part for call in calls for share in call for part in self.linear.parts(share)]
         logits: torch.Tensor = run(**self._inputs(ids, places, segments, written, kept, states)).logits
         return logits[0, -len(kept) :] if keep else logits[0, :0]
 
@@ -148,7 +154,7 @@ class ModelRunner:
         segments: Sequence[Segment | SingleRows],
         slots: torch.Tensor,
         keep: torch.Tensor,
-        states: Sequence[tuple[int, Any]],
+        states: Sequence[StatesPart],
     ) -> dict[str, Any]:
         """The arguments of the model."""
         return {

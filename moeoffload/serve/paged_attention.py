@@ -24,6 +24,8 @@ IMPLEMENTATION: Final = "moeoffload_paged"
 """Name under which transformers knows it (``attn_implementation``); it builds no masks for names it does not know."""
 
 Attend = Callable[..., tuple[torch.Tensor, Any]]
+StatesPart = tuple[int, Any, dict[int, Any] | None]
+"""A number of rows, the states of their request, and where to keep, by layer, what these are after the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +149,13 @@ class KeyValueStore:
 class PackedRows:
     """What attention has to know of a batch: what each of its calls computes, in the order of the rows; ``slots`` (see
     `KeyValueStore.write`); whether families' own attention does, with a mask to add; and for layers of linear attention
-    the number of rows and the states (see `LinearStates`) of each request, in the same order."""
+    the parts of the rows (see `LinearStates`), in the same order."""
 
     store: KeyValueStore
     segments: Sequence[Segment | SingleRows]
     slots: torch.Tensor
     is_eager: bool
-    states: Sequence[tuple[int, Any]]
+    states: Sequence[StatesPart]
 
 
 def paged_attention(

@@ -29,6 +29,8 @@ class Sequence:
     """What names the beginning up to the end of each full page; see `BlockManager.page_key`."""
     states: Any = None
     """Of layers of linear attention, which hold the computed tokens; see `LinearStates`."""
+    first_states: dict[int, Any] = field(default_factory=dict)  # by layer: those with which it starts
+    kept_states: dict[int, dict[int, Any]] = field(default_factory=dict)  # by layer: to keep after so many tokens
     drafter: Drafter | None = None
     guesses: list[int] = field(default_factory=list)  # tokens that may follow, for the next step to verify
 

@@ -74,7 +74,7 @@ def test_where_a_step_is_cut(rows: list[int], halves: list[list[int]]) -> None:
 
 @contextmanager
 def runner_of(offloaded: OffloadedModel) -> Iterator[tuple[ModelRunner, Halves]]:
-    runner = ModelRunner(offloaded.model, 16, 1 << 26, 8)
+    runner = ModelRunner(offloaded.model, 16, 1 << 26, 8, reuse=False)
     halves = Halves(offloaded, runner)
     try:
         with torch.inference_mode():

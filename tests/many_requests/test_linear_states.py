@@ -19,9 +19,10 @@ from moeoffload.serve.request import FinishReason
 from .client import ask, limits
 
 N_NEW = 40
+FAMILIES = ("qwen3_next", "qwen3_5_moe", "granitemoehybrid", "nemotron_h")
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "granitemoehybrid", "nemotron_h"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_requests_together_get_the_tokens_of_each_alone(family: str, three_servers: list[str], tmp_path: Path) -> None:
     """Prompts in parts and whole, in halves of a step, one cancelled, more than run at a time, and preempted ones."""
     write_tiny(family, tmp_path)
@@ -49,6 +50,36 @@ def test_requests_together_get_the_tokens_of_each_alone(family: str, three_serve
         again = offloaded.model.generate(prompts[3], max_new_tokens=N_NEW, do_sample=False, eos_token_id=None)
     assert torch.equal(alone, again)
     assert again[0, 70:].tolist() == expected[3]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_are_kept_where_a_conversation_goes_on_and_where_prompts_part(
+    family: str, three_servers: list[str], tmp_path: Path
+) -> None:
+    write_tiny(family, tmp_path)
+    local = local_model(tmp_path).float()
+    local.generation_config.eos_token_id = None
+    first, *others = (torch.randint(5, 300, (1, n), generator=torch.manual_seed(n)) for n in (150, 50, 40, 60))
+
+    def answered(prompt: torch.Tensor, reused: int) -> torch.Tensor:
+        answer = ask(engine, prompt[0].tolist(), 20, ignore_eos=True)
+        assert answer.finish is FinishReason.LENGTH
+        assert answer.tokens == n_tokens(local, prompt, 20)
+        assert answer.progress[-1].reused_tokens == reused
+        return torch.cat([prompt, torch.tensor([answer.tokens])], dim=1)
+
+    exact: dict[str, Any] = {"model_dtype": "f32", "dtype": "f32", "device": "cpu", "threads": 1}
+    with open_model(tmp_path, experts=three_servers[:2], **exact) as offloaded:
+        with ServingEngine(offloaded, limits(prefill_chunk=64)) as engine:
+            conversation = answered(first, reused=0)
+            conversation = answered(torch.cat([conversation, others[0]], dim=1), reused=144)
+            answered(torch.cat([conversation, others[1]], dim=1), reused=208)
+            answered(torch.cat([first[:, :100], others[1]], dim=1), reused=0)  # the first that parts from it here
+            answered(torch.cat([first[:, :100], others[2]], dim=1), reused=96)
+            answered(conversation[:, :180], reused=144)
+        with ServingEngine(offloaded, limits(prefix_reuse=False)) as engine:
+            answered(first, reused=0)
+            answered(first, reused=0)
 
 
 def test_fewer_requests_run_where_memory_lacks_for_their_states_and_that_is_said(

@@ -32,8 +32,8 @@ def shared_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     members: list[int] = []
     made, seen = ModelRunner.__init__, SingleRows.seen
 
-    def init(self: Any, *arguments: Any) -> None:
-        made(self, *arguments)
+    def init(self: Any, *arguments: Any, reuse: bool) -> None:
+        made(self, *arguments, reuse=reuse)
         self._shares_calls = True
 
     def counting(self: Any, *arguments: Any) -> torch.Tensor:
@@ -91,7 +91,7 @@ def decode(runner: ModelRunner, lengths: list[int]) -> torch.Tensor:
 @torch.inference_mode()
 def test_each_row_sees_its_own_keys_whatever_lies_beside_them(model: Any, shared_calls: list[int]) -> None:
     lengths = [1, 40, 3, 120, 16, 17, 47, 48, 49, 100]
-    runner = ModelRunner(model, PAGE, 1 << 20, 8)
+    runner = ModelRunner(model, PAGE, 1 << 20, 8, reuse=False)
     try:
         assert runner.n_pages > N_PAGES
         for pair in runner._store._memory.values():
