@@ -114,33 +114,6 @@ def reference_model(folder: Path, path: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-_QWEN35 = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "post_attention_layernorm.weight": "post_attention_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "self_attn.q_norm.weight": "attn_q_norm.weight",
-    "self_attn.k_norm.weight": "attn_k_norm.weight",
-    "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
-    "linear_attn.in_proj_z.weight": "attn_gate.weight",
-    "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
-    "linear_attn.in_proj_b.weight": "ssm_beta.weight",
-    "linear_attn.conv1d.weight": "ssm_conv1d.weight",
-    "linear_attn.norm.weight": "ssm_norm.weight",
-    "linear_attn.out_proj.weight": "ssm_out.weight",
-    "linear_attn.A_log": "ssm_a",
-    "linear_attn.dt_bias": "ssm_dt.bias",
-    "mlp.gate.weight": "ffn_gate_inp.weight",
-    "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
-    "mlp.shared_expert.gate_proj.weight": "ffn_gate_shexp.weight",
-    "mlp.shared_expert.up_proj.weight": "ffn_up_shexp.weight",
-    "mlp.shared_expert.down_proj.weight": "ffn_down_shexp.weight",
-    "mlp.experts.down_proj": "ffn_down_exps.weight",
-}
-
-
 def write_qwen35(path: Path) -> None:
     """A random model of a family whose dense tensors llama.cpp changes; every tensor as the converter names it."""
     config = wide_config("qwen3_5_moe")
@@ -172,21 +145,19 @@ def write_qwen35(path: Path) -> None:
         else:
             writer.add_tensor(name, to_blocks(values, kind), raw_dtype=gguf.GGMLQuantizationType[kind])
 
+    names: Any = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35MOE, 2)
     model = build_meta_model(config, torch.float32)
     for name, tensor in model.state_dict().items():
         shape = tuple(size for size in tensor.shape if size > 1) if "conv1d" in name or "expert_gate" in name else None
         shape = shape or tuple(tensor.shape)
-        layer = name.removeprefix("model.layers.").partition(".")
-        known = _QWEN35.get(layer[2])
-        if layer[2] == "mlp.experts.gate_up_proj":
+        if name.endswith("experts.gate_up_proj"):
             for which in ("gate", "up"):
-                add(f"blk.{layer[0]}.ffn_{which}_exps.weight", (shape[0], shape[1] // 2, shape[2]), "Q4_K")
-        elif known is not None:
-            kind = "Q6_K" if "exps" in known else "Q8_0" if len(shape) == 2 and "ssm" not in known else "F32"
-            add(f"blk.{layer[0]}.{known}", shape, "F32" if "inp" in known else kind)
-    add("token_embd.weight", (config.vocab_size, WIDTH), "Q8_0")
-    add("output.weight", (config.vocab_size, WIDTH), "Q6_K")
-    add("output_norm.weight", (WIDTH,))
+                add(f"blk.{name.split('.')[2]}.ffn_{which}_exps.weight", (shape[0], shape[1] // 2, shape[2]), "Q4_K")
+            continue
+        known = names.get_name(name.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias"))
+        known = f"{known}.weight" if known.endswith("_exps") else known
+        kind = "Q6_K" if "exps" in known else "Q8_0" if len(shape) == 2 and "ssm" not in known else "F32"
+        add(known, shape, "F32" if "inp" in known else kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import resource
@@ -171,16 +170,6 @@ def test_a_server_with_too_little_memory(commands: Commands, start_server: Start
     assert set(sizes) == {"needed", "offered", "missing", address}
     needed, offered, missing = (float(sizes[name]) for name in ("needed", "offered", "missing"))
     assert needed - offered == pytest.approx(missing, abs=2e-6)
-
-
-def test_a_server_says_no_more_than_a_warning_to_a_client_that_talks_nonsense(server: RunningServer) -> None:
-    host, port = server.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as client:
-        client.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
-        with contextlib.suppress(ConnectionError):
-            while client.recv(4096):
-                pass
-    assert "Traceback" not in server.log_text
 
 
 def test_a_server_with_too_few_descriptors_refuses_the_host_and_goes_on(start_server: StartServer) -> None:

@@ -48,41 +48,31 @@ def test_what_stops_a_server_with_a_host_attached_leaves_nothing(
     assert not [name for name in shm_names() if f"moeoffload-{server.pid}-" in name]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_a_signal_while_it_imports_ends_it_before_it_is_ready(
-    tmp_path: Path, number: signal.Signals, code: int
+@pytest.mark.parametrize(
+    ("end", "options", "code", "said"),
+    [
+        (lambda process: process.send_signal(signal.SIGINT), [], 130, "interrupted"),
+        (lambda process: process.send_signal(signal.SIGTERM), [], -signal.SIGTERM, "importing torch"),
+        # As when Ctrl-C, or SIGKILL, ends the host that has started it.
+        (lambda process: process.stdin.close(), ["--exit-with-stdin"], -signal.SIGINT, "importing torch"),
+    ],
+    ids=["SIGINT", "SIGTERM", "the end of stdin"],
+)
+def test_what_stops_a_server_while_it_imports_ends_it_before_it_is_ready(
+    tmp_path: Path, end: Callable[[Process], object], options: list[str], code: int, said: str
 ) -> None:
-    with (tmp_path / "stderr.txt").open("w") as stderr:
+    command = [sys.executable, "-m", "moeoffload.cli.expert_app", "--listen", "127.0.0.1:0", "--memory-gib", "1"]
+    out, err = tmp_path / "out.txt", tmp_path / "err.txt"
+    with out.open("w") as stdout, err.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "moeoffload.cli.expert_app", "--listen", "127.0.0.1:0", "--memory-gib", "1"],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            cwd=ROOT,
+            [*command, *options], stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, text=True, cwd=ROOT
         )
     try:
         wait_until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(), "the import of torch")
-        process.send_signal(number)
-        assert process.communicate(timeout=READY_TIMEOUT_S)[0] == b""
-        assert process.returncode == code
-        *_, last = (tmp_path / "stderr.txt").read_text().splitlines()
-        assert last == "interrupted" if code == 130 else "importing torch" in last
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_the_end_of_stdin_while_it_imports_ends_a_server_that_a_host_has_started(tmp_path: Path) -> None:
-    """As when Ctrl-C, or SIGKILL, ends a host that still imports, too."""
-    log = tmp_path / "stderr.txt"
-    command = [sys.executable, "-m", "moeoffload.cli.expert_app", "--exit-with-stdin", "--listen", "127.0.0.1:0"]
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            [*command, "--memory-gib", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, cwd=ROOT
-        )
-    try:
-        wait_until(lambda: "importing torch" in log.read_text(), "the import of torch")
-        assert process.communicate(timeout=READY_TIMEOUT_S)[0] == b"", "it never was ready"
-        assert "importing torch" in log.read_text().splitlines()[-1]
+        end(process)
+        assert process.wait(READY_TIMEOUT_S) == code
+        assert out.read_text() == ""
+        assert said in err.read_text().splitlines()[-1]
     finally:
         process.kill()
         process.communicate()

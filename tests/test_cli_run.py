@@ -19,14 +19,15 @@ from command_lines import (
     run_python,
     wait_until,
 )  # fmt: skip
-from conftest import DEMO, RunningServer, StartServer, local_model, stats, wait_until_left
-from models import demo_tokenizer, endless_model, next_logits
+from conftest import DEMO, RunningServer, StartServer, stats, wait_until_left
+from models import endless_model, next_logits
 
 from moeoffload.errors import SettingError, SystemLimitError
 from moeoffload.host.session import open_model
 from moeoffload.native import has_gpu_driver
 
-PROMPT = "add 17 25 ="
+PROMPT, OTHER = "add 17 25 =", "reverse planet ="
+ANSWERS = {PROMPT: " 42", OTHER: " tenalp"}
 N_TOKENS = 8
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -34,20 +35,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return endless_model(tmp_path_factory.mktemp("endless"))
-
-
-@pytest.fixture(scope="module")
-def answers() -> dict[str, str]:
-    """What the demo model answers when all of it runs in this process."""
-    tokenizer, model = demo_tokenizer(), local_model(DEMO)
-    found = {}
-    for prompt in (PROMPT, "reverse planet ="):
-        messages = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        tokens = model.generate(ids, do_sample=False, max_new_tokens=N_TOKENS)[0, ids.shape[1] :]
-        found[prompt] = tokenizer.decode(tokens, skip_special_tokens=True)
-    return found
 
 
 def wait_until_free(address: str) -> None:
@@ -84,7 +71,7 @@ def check_interrupted(result_err: str) -> None:
 
 
 def test_a_run_starts_its_own_server_and_writes_the_text_alone_to_stdout(
-    commands: Commands, tmp_path: Path, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where every Python process first prints something else, as an administrator may have it do."""
     (tmp_path / "sitecustomize.py").write_text("print('welcome', flush=True)")
@@ -97,7 +84,7 @@ def test_a_run_starts_its_own_server_and_writes_the_text_alone_to_stdout(
     pids = [process.pid for process in command.servers()]
     result = command.wait()
     assert result.code == 0, result.err
-    assert result.out == f"welcome\n{answers[PROMPT]}\n"
+    assert result.out == f"welcome\n{ANSWERS[PROMPT]}\n"
     assert "prefill" in result.err, "the table goes to stderr"
     assert pids
     commands.check_clean(*pids)
@@ -121,11 +108,11 @@ moeoffload()
 
 
 @pytest.mark.skipif(has_gpu_driver(), reason="torch is asked for the GPUs first")
-def test_a_server_starts_before_the_host_imports_torch_if_one_is_needed_in_any_case(answers: dict[str, str]) -> None:
+def test_a_server_starts_before_the_host_imports_torch_if_one_is_needed_in_any_case() -> None:
     for options, imported in (((), "False False"), (("--local-experts-gib", "0.001"), "True True")):
         arguments = ["run", str(DEMO), "--prompt", PROMPT, *run_options(), *options]
         done = run_python(HEAR_SERVER, *arguments)
-        assert (done.code, done.out) == (0, f"{imported}\n{answers[PROMPT]}\n"), done.err
+        assert (done.code, done.out) == (0, f"{imported}\n{ANSWERS[PROMPT]}\n"), done.err
 
 
 def test_what_the_settings_alone_make_wrong_is_told_before_a_server_starts(tmp_path: Path) -> None:
@@ -146,21 +133,20 @@ def test_a_spawned_server_that_refuses_its_settings_is_one_clear_line(commands: 
 
 
 def test_prompts_come_from_options_a_file_and_stdin_in_that_order(
-    commands: Commands, server: RunningServer, tmp_path: Path, answers: dict[str, str]
+    commands: Commands, server: RunningServer, tmp_path: Path
 ) -> None:
-    other = "reverse planet ="
     file = tmp_path / "prompt.txt"
-    file.write_text(other + "\n")  # as editors end files; the tokens are those of the prompt alone
+    file.write_text(OTHER + "\n")  # as editors end files; the tokens are those of the prompt alone
     options = ["--prompt", PROMPT, "--prompt", "-", "--prompt-file", str(file), *run_options(server.address)]
-    result = commands.run("moeoffload", "run", DEMO, *options, stdin=other)
+    result = commands.run("moeoffload", "run", DEMO, *options, stdin=OTHER)
     assert result.code == 0, result.err
-    assert result.out == f"{answers[PROMPT]}\n{answers[other]}\n{answers[other]}\n"
-    assert result.err.count(f"> {other}") == 2
+    assert result.out == f"{ANSWERS[PROMPT]}\n{ANSWERS[OTHER]}\n{ANSWERS[OTHER]}\n"
+    assert result.err.count(f"> {OTHER}") == 2
     weights = DEMO / "model.safetensors"
     result = commands.run(
         "moeoffload", "run", weights, "--prompt-file", "-", *run_options(server.address), stdin=PROMPT
     )
-    assert (result.code, result.out) == (0, answers[PROMPT] + "\n"), result.err
+    assert (result.code, result.out) == (0, ANSWERS[PROMPT] + "\n"), result.err
     wait_until_free(server.address)
 
 
@@ -186,11 +172,11 @@ def test_a_reader_of_stdout_that_goes_away_ends_the_run_quietly(
 
 
 def test_a_server_that_is_not_required_and_not_there_is_replaced_by_a_spawned_one(
-    commands: Commands, server: RunningServer, unused_address: str, answers: dict[str, str]
+    commands: Commands, server: RunningServer, unused_address: str
 ) -> None:
     arguments = ["--prompt", PROMPT, *run_options(unused_address, server.address), "--server-memory-gib", "1"]
     result = commands.run("moeoffload", "run", DEMO, *arguments, "--connect-timeout-s", "5", "--no-required")
-    assert (result.code, result.out) == (0, answers[PROMPT] + "\n"), result.err
+    assert (result.code, result.out) == (0, ANSWERS[PROMPT] + "\n"), result.err
     warnings = [line for line in result.err.splitlines() if line.startswith("WARNING moeoffload.host.fleet")]
     assert len(warnings) == 1, result.err
     assert unused_address in warnings[0]

@@ -217,15 +217,6 @@ def test_a_server_with_two_devices_gives_the_tokens_of_a_local_run(start_server:
     assert all(0.4 * budget < used <= budget == SMALL_GIB for used, budget in loads)
 
 
-def test_another_model_takes_the_place_of_what_is_warm(start_server: StartServer, tmp_path: Path) -> None:
-    other = write_tiny("qwen3_moe", tmp_path)
-    server = start_server("--memory-gib", str(SMALL_GIB), patch=two_devices)
-    for model in (DEMO, other, DEMO):
-        with open_model(model, experts=[server.address], device="cpu", slots=1) as offloaded, torch.inference_mode():
-            offloaded.model(torch.arange(5, 25)[None])
-    assert all(used <= budget for used, budget in taken(server))
-
-
 def test_ram_goes_with_one_device(start_server: StartServer) -> None:
     with pytest.raises(RuntimeError, match="ram-gib: goes with one GPU; start a server for each of several"):
         start_server("--memory-gib", "1", "--ram-gib", "1", patch=two_devices)

@@ -86,15 +86,6 @@ def test_a_family_with_dense_layers_from_its_vendors_folder(start_server: StartS
     check(path, reference, server.address, "stream", dense=vendor)
 
 
-def test_a_server_with_another_file_refuses(start_server: StartServer, tmp_path: Path) -> None:
-    path = models.write_model("qwen3_moe", tmp_path, "Q8_0")
-    other = models.write_model("qwen3_moe", tmp_path, "Q4_0", name="other.gguf")
-    server = start_server("--model", str(other))
-    with pytest.raises(ServerError, match="model digest is"):
-        open_model(path, experts=[server.address], device="cpu")
-    assert server.process.poll() is None
-
-
 def test_a_config_that_is_none_leaves_a_server_as_it_was(start_server: StartServer, tmp_path: Path) -> None:
     path = models.write_model("olmoe", tmp_path, "Q8_0")
     good = Checkpoint.open(path, dense=tmp_path)

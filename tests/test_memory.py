@@ -110,17 +110,6 @@ def in_huge_pages() -> int:
     return int(found[1]) << 10
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8], ids=str)
-def test_large_tensors_begin_with_a_page_and_small_ones_are_ordinary(dtype: torch.dtype) -> None:
-    for shape in ((3 * MIB,), (2, MIB, 3), (5, 7), (0, 4)):
-        weights = empty_weights(shape, dtype)
-        assert weights.shape == shape
-        assert weights.dtype == dtype
-        assert weights.is_contiguous()
-        assert weights.nbytes < 2 * MIB or weights.data_ptr() % (2 * MIB) == 0
-        weights.fill_(1)
-
-
 @pytest.mark.skipif(not has_them, reason="this system has no huge pages")
 def test_what_is_read_of_a_checkpoint_lies_in_them(tmp_path: Path) -> None:
     expected = torch.randint(0, 255, (64, MIB), dtype=torch.uint8)

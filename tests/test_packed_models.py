@@ -145,22 +145,6 @@ def assert_same_first(logits: torch.Tensor, expected: torch.Tensor) -> None:
     assert (first - wanted).norm() <= 2**-5 * wanted.norm()
 
 
-@pytest.mark.parametrize("form", ["fp8", "int4"])
-def test_packed_linear_layers_compute_with_the_stored_numbers(form: str, tmp_path: Path) -> None:
-    folder = write_tiny("qwen3_moe", tmp_path, form=form, dtype=torch.bfloat16)
-    with open_model(folder, local_experts_gib=8.0, device="cpu") as offloaded, torch.no_grad():
-        model = offloaded.model
-        assert packed_layers(model) >= {"q_proj", "k_proj", "v_proj", "o_proj"}
-        assert offloaded.report().to_json()["model"]["dense_format"]
-        packed = model(PROMPT).logits
-        for name, module in list(model.named_modules()):
-            if isinstance(module, PackedLinear):
-                plain = nn.Linear(module.in_features, module.out_features, bias=False, dtype=torch.bfloat16)
-                plain.weight.data = module.weight.unpack(torch.bfloat16)[0]
-                model.set_submodule(name, plain)
-        assert_same_first(packed, model(PROMPT).logits)
-
-
 def test_dense_weights_are_read_once_and_again_only_where_transformers_changes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +158,8 @@ def test_dense_weights_are_read_once_and_again_only_where_transformers_changes_t
     monkeypatch.setattr(TensorReader, "_read_into", counted)
     with open_model(folder, local_experts_gib=8.0, device="cpu") as offloaded, torch.no_grad():
         packed = offloaded.model(PROMPT).logits
-        assert packed_layers(offloaded.model)
+        assert packed_layers(offloaded.model) >= {"q_proj", "k_proj", "v_proj", "o_proj"}
+        assert offloaded.report().to_json()["model"]["dense_format"]
     dense = [name for name in read if ".experts." not in name]
     assert len(dense) == len(set(dense)) > 0
     monkeypatch.setattr(packed_dense, "_is_same", lambda packed, weight: False)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from command_lines import wait_until
-from conftest import DEMO, StartServer, no_collection
+from conftest import DEMO, StartServer
 from fault_kit.generation import LayerClock
 from models import edit_config, n_tokens, random_call
 
@@ -73,24 +71,6 @@ def test_a_kill_in_the_middle_of_a_pipelined_prompt_changes_no_logit(start_serve
         strike(offloaded, 5, servers[0].process.kill)
         assert torch.equal(offloaded.model(prompt, logits_to_keep=1).logits, undisturbed)
         assert recovery(offloaded)["lost"] == 1
-
-
-def test_a_stopped_server_is_replaced_at_the_deadline_and_used_again(start_server: StartServer) -> None:
-    server = start_server()
-    with open_model(DEMO, experts=[server.address], dispatch_floor_s=0.5, threads=1) as offloaded:
-        expected = tokens_of(offloaded)
-        lost = weakref.ref(offloaded.links[0])
-        with no_collection():
-            strike(offloaded, 21, lambda: server.process.send_signal(signal.SIGSTOP))
-            assert tokens_of(offloaded) == expected
-            server.process.send_signal(signal.SIGCONT)
-            (shard,) = offloaded.shards
-            wait_until(lambda: shard.current is shard.holders[0].link, "the server in use", BACK_S)
-            wait_until(lambda: lost() is None, "the end of the lost link, with its segment and its sockets")
-        before = recovery(offloaded)["fallback_calls"]
-        assert tokens_of(offloaded) == expected
-        figures = recovery(offloaded)
-        assert (figures["lost"], figures["returned"], figures["fallback_calls"]) == (1, 1, before)
 
 
 def test_of_two_servers_that_hold_the_same_each_returns_as_often_as_it_was_lost(start_server: StartServer) -> None:

@@ -90,14 +90,6 @@ UNUSUAL: dict[str, tuple[dict[str, Any], Any, int, int, str]] = {
         },
         AutoModelForImageTextToText, 64, 2, "model.language_model.layers.0.mlp.experts",
     ),
-    # Experts without a gate.
-    "nemotron_h": (
-        TEXT | {
-            "layers_block_type": ["moe", "attention", "moe"], "n_routed_experts": N_EXPERTS, "num_experts_per_tok": 3,
-            "moe_shared_expert_intermediate_size": 32,
-        },
-        AutoModelForCausalLM, 64, 3, "model.layers.0.mixer.experts",
-    ),
     # Rows of an expert are narrower than the model's, and as wide as there are experts: the norm behind the experts,
     # which they share, must not be taken for one row per expert.
     "muse_spark": (

@@ -19,7 +19,7 @@ from synthetic.unpacked import unpacked_model
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.checkpoint.tensors import TensorIndex
 from moeoffload.errors import ModelError
-from moeoffload.formats import PackedWeights
+from moeoffload.formats import PackedWeights, conversion
 from moeoffload.host.model import load_dense_model
 
 from .conftest import CPU, assert_read_alone, rewrite
@@ -340,3 +340,14 @@ def test_threads_do_not_change_what_is_read(threads: int, tmp_path: Path, monkey
     checkpoint = Checkpoint.open(write(CASES[12], tmp_path))
     monkeypatch.setattr("moeoffload.checkpoint.checkpoint._MOST_THREADS", threads)
     assert_read_alone(checkpoint, 0, times=1)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name == "int4"], ids=str)
+def test_without_the_library_the_same_is_read(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint.open(write(case, tmp_path))
+    by_library: Any = checkpoint.build_experts(1, EXPERTS, CPU)
+    monkeypatch.setattr(conversion, "_library", lambda: None)
+    by_torch: Any = checkpoint.build_experts(1, EXPERTS, CPU)
+    for name in ("gate_up_proj", "down_proj"):
+        for ours, theirs in zip(getattr(by_torch, name), getattr(by_library, name), strict=True):
+            assert torch.equal(ours.data, theirs.data)

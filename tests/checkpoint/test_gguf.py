@@ -12,9 +12,7 @@ import torch
 from models import edit_config
 from synthetic import write_tiny
 from synthetic.gguf_file import write_gguf as write_for_llama_cpp
-from synthetic.unpacked import unpacked_gguf_model
 from transformers import AutoTokenizer
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.errors import ModelError
@@ -80,17 +78,6 @@ def test_plain_experts_are_parameters(tmp_path: Path, family: str, kind: str) ->
         assert torch.equal(matrices(module)[name], values[[5, 0]].bfloat16()), name
 
 
-def test_matrices_of_different_types_are_read_together(tmp_path: Path) -> None:
-    path = models.write_model("qwen3_moe", tmp_path, "Q4_K", down_kind="Q6_K")
-    checkpoint = Checkpoint.open(path)
-    module: Any = checkpoint.build_experts(0, range(8), CPU)
-    assert (module.gate_up_proj[0].format.name, module.down_proj[0].format.name) == ("q4_k", "q6_k")
-    assert checkpoint.layers[0].format == "q4_k+q6_k"
-    expected = models.experts_of(models.unpacked(path), 0, interleaved=False)
-    for name, values in matrices(module).items():
-        assert torch.equal(values, expected[name].bfloat16())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_types_without_kernels_are_unpacked_to_the_compute_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     path = models.write_model("gpt_oss", tmp_path, "Q5_1", down_kind="Q4_1")
@@ -124,25 +111,6 @@ def test_config_and_dense_tensors_are_those_of_the_model(tmp_path: Path, family:
         assert torch.equal(dict(model.named_buffers())[name], value), name
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
-def test_transformers_own_reader_finds_the_same(tmp_path: Path, family: str) -> None:
-    path = models.write_model(family, tmp_path, "Q8_0")
-    checkpoint = Checkpoint.open(path, dtype=torch.float32)
-    whole = models.reference_model(tmp_path, path, torch.float32)
-    theirs = load_gguf_checkpoint(path, return_tensors=True, model_to_load=whole)["tensors"]
-    dense = checkpoint.dense_tensors()
-    n_compared = 0
-    for name, values in theirs.items():
-        if ".experts." in name:
-            layer, leaf = int(name.split(".")[2]), name.rpartition(".")[2]
-            got = matrices(checkpoint.build_experts(layer, range(8), CPU))[leaf]
-        else:
-            got = dense[name][...]
-        assert torch.equal(got, values), name
-        n_compared += 1
-    assert n_compared == len(dict(whole.named_parameters()))
-
-
 def test_a_file_made_for_llama_cpp_is_read(tmp_path: Path) -> None:
     """By a writer that shares nothing with the others here; its output is what llama.cpp's tools run and quantise."""
     write_tiny("qwen3_moe", tmp_path, dtype=torch.bfloat16)
@@ -155,20 +123,6 @@ def test_a_file_made_for_llama_cpp_is_read(tmp_path: Path) -> None:
         assert torch.equal(dense[name], values), name
 
 
-def test_a_family_whose_dense_tensors_transformers_converts(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    models.write_qwen35(path)
-    whole = unpacked_gguf_model(path, torch.float32)
-    checkpoint = Checkpoint.open(path, dtype=torch.float32)
-    dense = load_dense_model(checkpoint, CPU).state_dict()
-    for name, values in whole.state_dict().items():
-        if ".experts." in name:
-            module = checkpoint.build_experts(int(name.split(".")[2]), range(8), CPU)
-            assert torch.equal(matrices(module)[name.rpartition(".")[2]], values), name
-        else:
-            assert torch.equal(dense[name], values), name
-
-
 def test_the_tokenizer_is_in_the_file(tmp_path: Path) -> None:
     path = models.write_model("qwen3_moe", tmp_path, "Q8_0")
     got, expected = load_tokenizer(Checkpoint.open(path)), AutoTokenizer.from_pretrained(tmp_path)
@@ -178,23 +132,6 @@ def test_the_tokenizer_is_in_the_file(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}]
     assert got.apply_chat_template(chat, tokenize=False) == expected.apply_chat_template(chat, tokenize=False)
     assert (got.eos_token_id, got.pad_token_id) == (expected.eos_token_id, expected.pad_token_id)
-
-
-def test_a_family_that_needs_its_vendors_folder(tmp_path: Path) -> None:
-    path = models.write_model("olmoe", tmp_path, "Q4_K")
-    with pytest.raises(ModelError, match=r"architecture 'olmoe' cannot be had from a GGUF file .* --dense DIR"):
-        Checkpoint.open(path)
-    checkpoint = Checkpoint.open(path, dense=tmp_path)
-    expected = models.experts_of(models.unpacked(path), 1, interleaved=False)
-    for name, values in matrices(checkpoint.build_experts(1, [4, 2], CPU)).items():
-        assert torch.equal(values, expected[name][[4, 2]].to(checkpoint.dtype))
-    model = load_dense_model(checkpoint, CPU)
-    dense = Checkpoint.open(tmp_path).dense_tensors()
-    assert torch.equal(model.lm_head.weight, dense["lm_head.weight"][...].to(checkpoint.dtype))
-    # What a server does, which has the file alone.
-    server = Checkpoint.open(path, dtype=checkpoint.dtype, config_text=checkpoint.config_text)
-    assert server.digest == checkpoint.digest
-    assert server.layers == checkpoint.layers
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from pathlib import Path
 
-import local_experts as local
 import pytest
 import torch
 from experts_modules import make_experts
-from local_experts import local_experts, register_local_experts
 from models import tiny
 from synthetic import TINY_FAMILIES
 from torch import nn
@@ -18,7 +14,7 @@ from torch import nn
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.kernels import LayerKernels, grouped_experts
 
-from .experts import DTYPES, call, gated_experts, random_call, random_rows, routes, transformers_result
+from .experts import DTYPES, call, gated_experts, random_call
 
 TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-18}
 
@@ -73,56 +69,3 @@ def test_what_falls_back_says_why() -> None:
     assert layer.kernel_for(1) == "grouped"
     with pytest.raises(ValueError, match=layer.falls_back):
         LayerKernels(experts, kernel="tiled")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_result_is_the_layers_in_the_models_dtype(dtype: torch.dtype) -> None:
-    experts = gated_experts(8, 64, 32, dtype)
-    layer = LayerKernels(experts)
-    for n_rows in (1, 5, 40):
-        rows, slots, weights = random_call(n_rows, 64, dtype, 4, 8)
-        for route_weights in (weights, weights.to(dtype)):
-            assert torch.equal(
-                local_experts(experts, rows, slots, route_weights), call(layer, rows, slots, route_weights).to(dtype)
-            )
-
-
-def test_one_keyword_selects_it() -> None:
-    experts = gated_experts(8, 64, 32, torch.bfloat16)
-    experts.config._experts_implementation = register_local_experts()
-    rows, slots, weights = random_call(3, 64, torch.bfloat16, 2, 8)
-    assert torch.equal(experts(rows, slots, weights), local_experts(experts, rows, slots, weights))
-
-
-def test_parameters_may_be_moved_and_modules_are_let_go() -> None:
-    experts = gated_experts(8, 64, 32, torch.bfloat16)
-    rows, slots, weights = random_call(3, 64, torch.bfloat16, 2, 8)
-    local_experts(experts, rows, slots, weights)
-    experts.to(torch.float32)
-    got = local_experts(experts, rows.float(), slots, weights)
-    torch.testing.assert_close(got, transformers_result(experts, rows.float(), slots, weights))
-    experts.down_proj.data = torch.zeros_like(experts.down_proj)
-    assert not local_experts(experts, rows.float(), slots, weights).any()
-    kept = weakref.ref(experts)
-    n_prepared = len(local._prepared)
-    del experts
-    gc.collect()
-    assert kept() is None
-    assert len(local._prepared) == n_prepared - 1
-
-
-def test_gradients_flow_through_transformers() -> None:
-    experts = gated_experts(8, 64, 32, torch.float32)
-    rows = random_rows(3, 64, torch.float32).requires_grad_()
-    slots, weights = routes(3, 2, 8)
-    local_experts(experts, rows, slots, weights).sum().backward()
-    assert rows.grad is not None
-
-
-def test_ids_above_the_last_expert_mean_elsewhere_in_expert_parallel() -> None:
-    experts = gated_experts(8, 64, 32, torch.bfloat16)
-    rows, slots, weights = random_call(4, 64, torch.bfloat16, 2, 8)
-    experts._is_expert_parallel = True
-    ours = local_experts(experts, rows, slots.masked_fill(slots == 3, 8), weights)
-    layer = LayerKernels(experts)
-    assert torch.equal(ours, call(layer, rows, slots.masked_fill(slots == 3, -1), weights).bfloat16())

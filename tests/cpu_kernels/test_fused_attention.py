@@ -227,10 +227,3 @@ def test_whatever_is_done_to_the_layers_counts() -> None:
     assert_same(ours, theirs)
     assert_same(copy.deepcopy(ours), copy.deepcopy(theirs))
     assert isinstance(attentions(ours)[0].fused_layers, AttentionLayers)
-
-
-def test_gradients_reach_the_layers() -> None:
-    ours, _ = both("qwen3_moe")
-    weight = ours.model.layers[0].self_attn.q_proj.weight.requires_grad_()
-    ours(torch.tensor([[5, 6, 7]])).logits.float().square().mean().backward()
-    assert float(weight.grad.abs().max()) > 0

@@ -85,17 +85,6 @@ def test_a_deep_copy_is_another_cache() -> None:
     assert not torch.equal(twin.keys[:, :, 4:6], kept[:, :, 4:6])
 
 
-def test_gradients_reach_earlier_keys() -> None:
-    layer = GrowingLayer()
-    layer.update(*rows(4))
-    layer.update(*rows(1))
-    first = rows(2)[0].requires_grad_()
-    layer.update(first, first)
-    keys, values = layer.update(*rows(1))
-    (keys.sum() + 2 * values.sum()).backward()
-    assert torch.equal(first.grad, torch.full_like(first, 3.0))  # type: ignore[arg-type]
-
-
 def test_a_models_cache_grows_in_place_with_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = demo_inputs(6)
     options = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False}

@@ -11,8 +11,8 @@ from experts_modules import FORMATS, pack_experts, random_packed, unpacked
 from moeoffload import native
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights
 from moeoffload.formats.tiles import TILE_ROWS, can_tile, rows_of, write_tiles
-from moeoffload.kernels import KernelInput, LayerKernels, calls
-from moeoffload.kernels.dense import FewRowLinear, PackedLinear
+from moeoffload.kernels import KernelInput, LayerKernels
+from moeoffload.kernels.dense import PackedLinear
 from moeoffload.native import Features
 
 from .experts import EPSILON, call, gated_experts, instruction_sets, random_call, random_rows, threads
@@ -231,20 +231,3 @@ def test_wide_rows_stay_exact_beside_an_outlier() -> None:
     result = PackedLinear(packed)(x).double()
     exact = x.double() @ weight.T
     assert (result - exact).abs().max() <= 2**-8 * exact.abs().max()
-
-
-def test_how_weights_are_prefetched_changes_no_bit() -> None:
-    library = calls.library()
-    assert library.moe_choose_ahead(int(native.cpu_features())) in (64, 2048)
-    distance, past = (ctypes.c_int64.in_dll(library, name) for name in ("ahead_bytes", "passes_caches"))
-    assert past.value in (0, 1)
-    x = random_rows(1, 768, torch.bfloat16)
-    plain = FewRowLinear(768, 112, bias=False, dtype=torch.bfloat16)
-    layers = [PackedLinear(random_packed(form, 1, 112, 768), None) for form in TILED]
-    results = []
-    with torch.no_grad():
-        for distance.value, past.value in ((64, 0), (2048, 0), (64, 1), (2048, 1)):
-            results.append([layer(x).clone() for layer in (plain, *layers)])
-    library.moe_choose_ahead(int(native.cpu_features()))
-    for others in results[1:]:
-        assert all(map(torch.equal, results[0], others))

@@ -125,41 +125,6 @@ def test_a_host_cut_off_goes_on_alone_and_the_other_one_notices_nothing(
         assert other.progress().recovery["events"] == []
 
 
-INTERRUPTED = """
-import os, random, signal, sys, threading, time
-from moeoffload.control.client import ControlClient
-
-def interrupt(begun, delay_s):
-    begun.wait()
-    end = time.perf_counter() + delay_s
-    while time.perf_counter() < end:
-        pass
-    os.kill(os.getpid(), signal.SIGINT)
-
-for _ in range(200):
-    client = ControlClient(sys.argv[1])
-    client.connect(60)
-    client.describe(60)
-    begun = threading.Event()
-    interrupter = threading.Thread(target=interrupt, args=(begun, random.uniform(0, 0.0015)))
-    interrupter.start()
-    try:
-        begun.set()
-        client.close()
-        time.sleep(60)
-    except KeyboardInterrupt:
-        client.close()
-    interrupter.join()
-print("ended", flush=True)
-"""
-
-
-def test_a_close_that_ctrl_c_has_interrupted_is_not_waited_for(server: RunningServer) -> None:
-    """At moments drawn anew each time: about one in two hundred falls where gRPC's own close cannot be interrupted."""
-    done = run_python(INTERRUPTED, server.address)
-    assert (done.code, done.out) == (0, "ended\n"), done.err
-
-
 STUCK = """
 import threading
 from moeoffload.control import client

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 from command_lines import wait_until
-from conftest import DEMO, local_model
-from models import n_tokens
-from synthetic import tiny_config, write_checkpoint, write_tiny
+from conftest import DEMO
+from synthetic import tiny_config, write_checkpoint
 from tasks import prompts
 
 from moeoffload import OffloadedModel, open_model
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.model_runner import ModelRunner
 from moeoffload.serve.paged_attention import SingleRows
-from moeoffload.serve.request import FinishReason, SamplingOptions
+from moeoffload.serve.request import SamplingOptions
 from moeoffload.serve.sequence import Sequence, Share
 
 from .client import ask, limits
@@ -105,24 +104,3 @@ def test_each_row_sees_its_own_keys_whatever_lies_beside_them(model: Any, shared
     finally:
         runner.close()
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
-
-
-def test_a_family_with_attention_of_its_own_gets_the_tokens_of_transformers(
-    three_servers: list[str], tmp_path: Path
-) -> None:
-    """gpt_oss, whose sinks torch's attention does not have: prompts in parts and whole, below and above its window."""
-    write_tiny("gpt_oss", tmp_path, sliding_window=24)
-    local = local_model(tmp_path)
-    with pytest.raises(ValueError, match="scaled_dot_product_attention"):
-        local.set_attn_implementation("sdpa")
-    local.generation_config.eos_token_id = None
-    wanted = [torch.randint(5, 300, (1, n), generator=torch.manual_seed(n)) for n in (1, 17, 30, 70, 200)]
-    expected = [n_tokens(local, ids, 40) for ids in wanted]
-    assert len({tuple(tokens) for tokens in expected}) == len(expected)
-    with (
-        open_model(tmp_path, experts=three_servers[:2], device="cpu", threads=1) as offloaded,
-        ServingEngine(offloaded, limits(prefill_chunk=64)) as engine,
-    ):
-        answers = [ask(engine, ids[0].tolist(), 40, ignore_eos=True) for ids in wanted]
-        assert {answer.finish for answer in answers} == {FinishReason.LENGTH}
-    assert [answer.tokens for answer in answers] == expected

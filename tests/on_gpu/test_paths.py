@@ -9,7 +9,6 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +16,9 @@ from typing import Any
 import pytest
 import tasks
 import torch
-from command_lines import Commands
 from conftest import DEMO, StartServer, connected, local_model
 from fault_kit.generation import LayerClock, generate
 from many_requests.client import ask, limits
-from many_requests.http_kit import start_serve
 from models import demo_tokenizer
 from synthetic import write_tiny
 from transformers import AttentionInterface
@@ -162,19 +159,6 @@ def test_every_part_is_verified_by_another_device(expected: Any, start_server: S
     with open_model(DEMO, model_dtype="f32", dtype="f32", verify_percent=100, **where) as offloaded:
         assert answers(offloaded, prompts) == tokens
         assert offloaded.report().to_json()["recovery"]["verified"] > 0
-
-
-def test_sixteen_clients_are_served(commands: Commands, tmp_path: Path) -> None:
-    server = start_serve(commands, tmp_path, "--device", GPU)
-    prompts = tasks.prompts(16, seed=5)
-
-    def ask(prompt: str) -> str:
-        return server.complete(prompt, max_tokens=12, temperature=0).choices[0].text
-
-    with ThreadPoolExecutor(16) as pool:
-        texts = list(pool.map(ask, prompts))
-    right = sum(tasks.check(prompt, text) for prompt, text in zip(prompts, texts, strict=True))
-    assert right >= 15
 
 
 def test_attention_of_requests_together_makes_the_host_wait_for_nothing(

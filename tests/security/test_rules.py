@@ -15,7 +15,6 @@ from moeoffload.cli.key_files import NAMES, make_keys
 from moeoffload.config import ExpertServerSettings, HostSettings
 from moeoffload.control.credentials import HostCredentials, ServerCredentials
 from moeoffload.errors import SettingError
-from moeoffload.logs import BURST, FloodFilter, Refusals
 
 
 @pytest.fixture(scope="module")
@@ -168,15 +167,3 @@ def test_a_folder_that_cannot_be_looked_into_is_no_traceback(tmp_path: Path) -> 
         folder /= "d" * min(200, left - 1)  # in the end too long a path for the files, not for the folder itself
     with pytest.raises(SettingError, match=r"^keys new: .* \(File name too long\)$"):
         make_keys(folder, [])
-
-
-def test_refusals_are_all_counted_and_not_all_logged(caplog: pytest.LogCaptureFixture) -> None:
-    refusals, flood = Refusals(), FloodFilter()
-    caplog.handler.addFilter(flood)
-    try:
-        for number in range(3 * BURST):
-            refusals.add(f"ipv4:192.0.2.1:{number}", f"for reason {number}")
-    finally:
-        caplog.handler.removeFilter(flood)
-    assert refusals.count == 3 * BURST
-    assert len(caplog.records) == BURST

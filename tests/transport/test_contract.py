@@ -87,22 +87,6 @@ def test_threads_that_wait_get_their_own_reply_in_reverse_order(open_ends: OpenE
         assert [wait.result(SOON_S) for wait in waits] == [bytes([slot.index]) for slot in slots]
 
 
-def test_request_ids_are_new_and_name_their_slot(open_ends: OpenEnds) -> None:
-    host = open_ends().host
-    seen: set[int] = {0}
-    for n in range(100):
-        slots = [host.acquire(SOON_S) for _ in range(n % 4 + 1)]
-        for slot in slots:
-            assert host.next_id(slot) == host.next_id(slot)
-            request_id = send(host, slot)
-            assert request_id % 4 == slot.index
-            assert request_id not in seen
-            seen.add(request_id)
-        for slot in slots:
-            host.wait(slot, SOON_S)
-            host.release(slot)
-
-
 def test_a_late_reply_is_dropped_and_its_slot_is_not_used_before(open_ends: OpenEnds) -> None:
     server = OnDemand()
     host = open_ends(server, ChannelSizes(1, 128, 128)).host

@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import socket
 import threading
-import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +26,6 @@ from moeoffload.transport import (
     open_channel,
     open_stream,
 )
-from moeoffload.transport.stream import PROBE_S
 from moeoffload.transport.stream_keys import encrypt_host_end
 from moeoffload.transport.zmq_socket import PIECE_BYTES, TAG
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind
@@ -205,15 +201,6 @@ def test_a_reply_of_an_impossible_length_is_an_error(listener: StreamListener, a
     host.close()
 
 
-def test_garbage_on_the_port_is_ignored(listener: StreamListener) -> None:
-    greeting = bytes([0xFF, 0, 0, 0, 0, 0, 0, 0, 1, 0x7F, 3])
-    for data in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), greeting + os.urandom(500), b""):
-        plain = socket.create_connection(("127.0.0.1", listener.port), SOON_S)
-        with plain, contextlib.suppress(ConnectionError):
-            plain.sendall(data)
-    assert still_works(listener)
-
-
 def test_replies_to_a_host_that_is_gone_are_dropped_and_counted(listener: StreamListener) -> None:
     engine = OnDemand()
     channel = opened(listener, engine)
@@ -240,18 +227,6 @@ def test_replies_that_nobody_asked_for_are_dropped_and_counted(listener: StreamL
             server._listener.send(server, tag, *outgoing(tag))
         assert call(ends.host, b"mine") == b"mine"
         assert ends.host.n_stale == 4
-
-
-def test_the_greetings_of_a_host_that_a_busy_server_answers_late_are_nothing_stale(listener: StreamListener) -> None:
-    channel = opened(listener)
-    with ThreadPoolExecutor(1) as pool:
-        with listener._using:
-            opening = pool.submit(open_channel, channel.offer, host="127.0.0.1", timeout_s=SOON_S)
-            time.sleep(2.5 * PROBE_S)
-        host = opening.result(SOON_S)
-    assert call(host, b"mine") == b"mine"
-    assert host.n_stale == 0
-    host.close()
 
 
 def test_a_listener_that_restarts_knows_no_old_channels() -> None:
