@@ -96,8 +96,18 @@ def free_now(device: torch.device) -> int:
     return min(int(psutil.virtual_memory().available), _cgroup_room())
 
 
-def _cgroup_room(folder: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process' control group (version 2) may still allocate; without a limit a very large number."""
+def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that this process' control group (version 2) and those above it may still allocate; without a limit a very
+    large number."""
+    try:
+        path = next(line.removeprefix("0::/") for line in own.read_text().splitlines() if line.startswith("0::/"))
+    except (OSError, StopIteration):
+        path = ""
+    folders = [root / path, *(folder for folder in (root / path).parents if folder.is_relative_to(root))]
+    return min(map(_room_of, folders))
+
+
+def _room_of(folder: Path) -> int:
     try:
         limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
         if limit == "max":

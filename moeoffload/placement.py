@@ -123,7 +123,7 @@ def place_experts(
         counts = round_to_sum([w / size for w in wanted], len(held), [room // size for room in free])
         if counts is None:
             raise PlacementError(_does_not_fit(need, offers))
-        if usage is None:
+        if usage is None or not held:
             ends = itertools.accumulate(counts)
             parts = [tuple(held[end - count : end]) for end, count in zip(ends, counts, strict=True)]
         else:

@@ -241,13 +241,21 @@ def test_the_budget_is_no_more_than_what_is_really_free() -> None:
     assert store.free_bytes == 100
 
 
-def test_the_limit_of_the_control_group_counts_without_what_can_be_dropped(tmp_path: Path) -> None:
-    assert _cgroup_room(tmp_path) > 1 << 60, "no such limit here"
+@pytest.mark.parametrize("path", ["/", "/jobs/ours", "/../elsewhere"])
+def test_the_limit_of_the_control_group_counts_without_what_can_be_dropped(path: str, tmp_path: Path) -> None:
+    own, limited = tmp_path / "own", tmp_path / "groups" / ("jobs" if "jobs" in path else "")
+    own.write_text(f"4:memory:/other\n0::{path}\n")
+    (tmp_path / "groups" / "jobs" / "ours").mkdir(parents=True)
+
+    def room() -> int:
+        return _cgroup_room(tmp_path / "groups", own)
+
+    assert room() > 1 << 60, "no such limit here"
     for name, text in (("memory.max", "1000"), ("memory.current", "900"), ("memory.stat", "anon 1\ninactive_file 200")):
-        (tmp_path / name).write_text(text + "\n")
-    assert _cgroup_room(tmp_path) == 300
-    (tmp_path / "memory.max").write_text("max\n")
-    assert _cgroup_room(tmp_path) > 1 << 60
+        (limited / name).write_text(text + "\n")
+    assert room() == 300
+    (limited / "memory.max").write_text("max\n")
+    assert room() > 1 << 60
 
 
 def larger_calls_pay() -> None:

@@ -17,6 +17,7 @@ from server_processes import ServerProcess
 
 from moeoffload import open_model
 from moeoffload.control.client import ControlClient
+from moeoffload.devices import DeviceMemory
 
 WARM_UP, STEPS = 150, 500
 LEAK_BYTES = 16_384
@@ -33,6 +34,14 @@ def traced_bytes() -> int:
     return tracemalloc.get_traced_memory()[0]
 
 
+def trace_server() -> None:
+    """Has a server tell what its Python objects hold in place of its memory."""
+    from moeoffload.expert_server import service
+
+    tracemalloc.start()
+    service.device_memory = lambda *_: DeviceMemory(traced_bytes(), 0, 0)  # type: ignore[attr-defined]
+
+
 @pytest.fixture(scope="module")
 def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model cut to two of its layers: what is made per step or per layer shows all the same."""
@@ -45,8 +54,8 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def traced_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     folder = tmp_path_factory.mktemp("traced")
     with (
-        ServerProcess(folder, patch=tracemalloc.start) as one,
-        ServerProcess(folder, patch=tracemalloc.start) as two,
+        ServerProcess(folder, patch=trace_server) as one,
+        ServerProcess(folder, patch=trace_server) as two,
     ):
         yield [one.address, two.address]
 
@@ -57,7 +66,7 @@ def test_decode_steps_make_no_new_objects(two_layers: Path, traced_servers: list
 
     def server_state() -> list[tuple[dict[str, int], int]]:
         stats = [client.stats(30) for client in clients]
-        return [(dict(reply.pool_creations), reply.python_traced_bytes) for reply in stats]
+        return [(dict(reply.pool_creations), reply.memory.allocated_bytes) for reply in stats]
 
     with (
         open_model(two_layers, experts=traced_servers, transport=transport, device="cpu") as offloaded,

@@ -102,6 +102,17 @@ def test_a_request_that_its_host_has_cancelled_is_not_computed(engine: Engine) -
     assert engine.counters.skipped == 1
 
 
+def test_a_stop_while_another_thread_computes_is_not_forgotten(engine: Engine) -> None:
+    engine.start()
+    with engine._computing:
+        engine._wake()
+        sleep(0.1)  # the compute thread waits now until nobody else computes
+        engine.stop(0)
+    assert engine._thread is not None
+    engine._thread.join(SOON_S)
+    assert not engine._thread.is_alive()
+
+
 class Unforeseen(BaseException):
     """Caught by no `except Exception`."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from engine_kit import N_EXPERTS, Host, engine
+from transport.ends import eventually
 
 from moeoffload.errors import ServerError
 from moeoffload.expert_server.engine import RECENT_S, Engine
@@ -81,6 +82,29 @@ def test_a_lone_host_is_computed_in_one_go(engine: Engine) -> None:
     assert work is not None, "the thread that receives computes it"
     work()
     assert log == ["a64", "a1"]
+
+
+def test_a_thread_that_received_a_request_goes_back_to_receiving_while_others_flood(engine: Engine) -> None:
+    threads: list[threading.Thread] = []
+    _, lone, *flooders = logging_hosts(engine, "abc")
+
+    class Endless(Kernel):
+        """Has all flooders send again."""
+
+        def __call__(self, call: KernelInput, workspace: Any = None) -> None:
+            super().__call__(call, workspace)
+            threads.append(threading.current_thread())
+            for host in flooders if len(threads) < 100 else ():
+                host.submit(BRIEF)
+
+    for host in (lone, *flooders):
+        host.layers[0] = Endless([], host.name)
+    engine.start()
+    work = lone.submit(BRIEF)
+    assert work is not None, "the thread that receives computes it"
+    work()
+    assert len(threads) <= 3
+    eventually(lambda: len(threads) >= 100)
 
 
 def test_hosts_whose_requests_go_to_and_fro_are_computed_by_a_thread_of_its_own(engine: Engine) -> None:

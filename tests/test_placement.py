@@ -83,6 +83,11 @@ def test_statistics_make_servers_finish_at_the_same_time() -> None:
         assert max(times) <= 1.1 * sum(times) / 3
 
 
+def test_servers_that_get_nothing_need_no_statistics() -> None:
+    tables = place_experts([()] * 2, [10] * 2, offers_of(100, 100), None, [[1] * 8] * 2)
+    assert [table.n_experts for table in tables] == [0, 0]
+
+
 def test_what_does_not_fit_is_told_as_a_table() -> None:
     with pytest.raises(PlacementError) as error:
         place([128], [1 << 30], offers_of(60 << 30, 20 << 30))

@@ -87,24 +87,27 @@ def _guarded(handler: Any, method: str, first_s: float) -> _Handler:
         except Exception:  # protobuf's errors have no common base across its implementations
             raise ProtocolError(f"{method}: {len(data)} bytes that are no message of this method") from None
 
-    def only(requests: Iterator[bytes]) -> Any:
-        def first() -> bytes | None:
+    def following(requests: Iterator[bytes]) -> bytes | None:
+        def take() -> bytes | None:
             with contextlib.suppress(Exception):  # gRPC raises an empty exception when the call ends
                 return next(requests, None)
             return None
 
         try:
-            data = answer_within(first_s, "call-reader", first)
+            return answer_within(first_s, "call-reader", take)
         except TimeoutError:
             raise DeadlineError(f"{method}: no request within {first_s:g} s") from None
-        if data is None:
+
+    def only(requests: Iterator[bytes]) -> Any:
+        if (data := following(requests)) is None:
             raise ProtocolError(f"{method}: the call has no request")
         return parse(data)
 
     def replies(requests: Iterator[bytes], context: Any) -> Iterator[Any]:
         try:
-            if handler.request_streaming:
-                yield from handler.stream_stream(map(parse, requests), context)
+            if handler.request_streaming:  # the expert service itself limits the waits of an Attach
+                each = requests if method == "Attach" else iter(lambda: following(requests), None)
+                yield from handler.stream_stream(map(parse, each), context)
             elif handler.response_streaming:
                 yield from handler.unary_stream(only(requests), context)
             else:

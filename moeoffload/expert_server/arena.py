@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
@@ -14,49 +15,41 @@ from moeoffload.kernels import KernelInput, SlotError
 from moeoffload.page_locked import PageLocked
 from moeoffload.payload import first_bad_row, load_rows, store_rows
 from moeoffload.transport.base import ServerSlot
-from moeoffload.wire import DispatchViews, FrameLayout
+from moeoffload.wire import HEADER_BYTES, DispatchViews, FrameLayout
 
 logger = logging.getLogger(__name__)
 
 DECODE_ROWS: Final = 8
 """Calls of at most this many rows are decode- or verify-shaped."""
-_KEPT_END: Final = 64
 _MOST_KEPT: Final = 256
-"""At most ``_MOST_KEPT`` views are cached, only those that end at or before row ``_KEPT_END``."""
-_ALIGNMENT: Final = 16
+"""Most views of a `HostArena` that are cached."""
 RunWork = Callable[[Callable[[], None]], None]
 
 
 class HostArena:
-    """One host's buffers for calls of any size up to the capacity of its frames, of kernels that run on the CPU.
-
-    ``n_created`` counts buffers and cached views made so far.
-    """
+    """One host's buffers for calls of any size up to the capacity of its frames, of kernels that run on the CPU."""
 
     def __init__(self, layout: FrameLayout, compute_dtype: torch.dtype) -> None:
         max_rows = layout.capacity
         # Rows that arrive in the compute dtype are used in place in the frame, unless the call has several members.
         self.copies_rows = layout.dtype_out.torch_dtype != compute_dtype
-        self._rows = torch.empty(max_rows, layout.hidden, dtype=compute_dtype)
-        self._slots = torch.empty(max_rows, layout.top_k, dtype=torch.int64)
-        self._out = torch.empty(max_rows, layout.hidden, dtype=torch.float32)
-        self._weights = {
-            dtype: torch.empty(max_rows, layout.top_k, dtype=dtype) for dtype in {torch.float32, compute_dtype}
-        }
-        self._kept: dict[tuple[int, int, torch.dtype], KernelInput] = {}
-        self.n_created = 1
+        rows = torch.empty(max_rows, layout.hidden, dtype=compute_dtype)
+        slots = torch.empty(max_rows, layout.top_k, dtype=torch.int64)
+        out = torch.empty(max_rows, layout.hidden, dtype=torch.float32)
+        weights = {dtype: torch.empty(max_rows, layout.top_k, dtype=dtype) for dtype in {torch.float32, compute_dtype}}
 
-    def part(self, start: int, n_rows: int, weights_dtype: torch.dtype) -> KernelInput:
-        """Returns views of the buffers for ``n_rows`` rows from ``start`` on."""
-        key = (start, n_rows, weights_dtype)
-        part = self._kept.get(key)
-        if part is None:
-            rows = slice(start, start + n_rows)
-            part = KernelInput(self._rows[rows], self._slots[rows], self._weights[weights_dtype][rows], self._out[rows])
-            if start + n_rows <= _KEPT_END and len(self._kept) < _MOST_KEPT:
-                self._kept[key] = part
-                self.n_created += 1
-        return part
+        @lru_cache(_MOST_KEPT)
+        def part(start: int, n_rows: int, weights_dtype: torch.dtype) -> KernelInput:
+            return KernelInput(*(each[start : start + n_rows] for each in (rows, slots, weights[weights_dtype], out)))
+
+        self.part: Callable[[int, int, torch.dtype], KernelInput] = part
+        """Returns views of the buffers for a number of rows from a start on."""
+        self._info = part.cache_info
+
+    @property
+    def n_created(self) -> int:
+        """Number of buffers and views made so far."""
+        return 1 + self._info().misses
 
     def fill(self, views: DispatchViews, n_rows: int, weights_dtype: torch.dtype, n_experts: int) -> KernelInput:
         """Converts a received dispatch to the form that kernels take.
@@ -131,7 +124,7 @@ class DeviceArena:
         self._lock = threading.Lock()
         self._pages: PageLocked | None = None
         self._closed = False
-        n_bytes = self._sections(max_rows)[-1]
+        n_bytes = layout.request_bytes
         hidden, is_gpu = layout.hidden, device.type == "cuda"
         self._host_bytes = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=is_gpu)
         self._device_bytes = torch.empty(n_bytes, dtype=torch.uint8, device=device)
@@ -145,9 +138,9 @@ class DeviceArena:
         self._device_reply = torch.empty(max_rows, columns, dtype=back, device=device)
         self._kept: dict[tuple[int, torch.dtype], _Staged] = {}
         self._staged: _Staged | None = None
+        self.n_created = 1
         self._is_busy = False
         """Whether queued operations have not been waited for yet."""
-        self.n_created = 1
 
     def fill(self, views: DispatchViews, n_rows: int, weights_dtype: torch.dtype, n_experts: int) -> KernelInput:
         """See `HostArena.fill`. Raises SlotError: a slot is outside -1 to n_experts - 1."""
@@ -231,8 +224,9 @@ class DeviceArena:
         staged = self._kept.get((n_rows, weights_dtype))
         if staged is not None:
             return staged
-        host_body, host = self._body(self._host_bytes, n_rows)
-        device_body, device = self._body(self._device_bytes, n_rows)
+        body = slice(HEADER_BYTES, HEADER_BYTES + n_rows * self._layout.dispatch_row_bytes)
+        host = self._layout.dispatch_views(self._host_bytes, n_rows)
+        device = self._layout.dispatch_views(self._device_bytes, n_rows)
         out = self._out[:n_rows]
         call = KernelInput(
             device.rows if device.rows.dtype == self._compute_dtype else self._rows[:n_rows],
@@ -241,32 +235,9 @@ class DeviceArena:
             out,
         )
         device_reply = out if self._device_reply.dtype == out.dtype else self._device_reply[:n_rows]
-        staged = _Staged(host_body, host, device_body, device, call, self._host_reply[:n_rows], device_reply)
+        ends = self._host_bytes[body], host, self._device_bytes[body], device
+        staged = _Staged(*ends, call, self._host_reply[:n_rows], device_reply)
         if n_rows <= DECODE_ROWS:
             self._kept[n_rows, weights_dtype] = staged
             self.n_created += 1
         return staged
-
-    def _sections(self, n_rows: int) -> tuple[int, int, int]:
-        """Returns the byte offsets of weights and slots in a dispatch body of ``n_rows`` rows, and its length."""
-        layout = self._layout
-        weights_at = _aligned(n_rows * layout.dtype_out.row_bytes(layout.hidden))
-        slots_at = weights_at + _aligned(n_rows * layout.top_k * torch.float32.itemsize)
-        return weights_at, slots_at, slots_at + _aligned(n_rows * layout.top_k * torch.int16.itemsize)
-
-    def _body(self, buffer: torch.Tensor, n_rows: int) -> tuple[torch.Tensor, DispatchViews]:
-        layout = self._layout
-        weights_at, slots_at, end = self._sections(n_rows)
-        return buffer[:end], DispatchViews(
-            _matrix(buffer, 0, layout.dtype_out.torch_dtype, n_rows, layout.dtype_out.columns(layout.hidden)),
-            _matrix(buffer, weights_at, torch.float32, n_rows, layout.top_k),
-            _matrix(buffer, slots_at, torch.int16, n_rows, layout.top_k),
-        )
-
-
-def _aligned(n_bytes: int) -> int:
-    return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _matrix(buffer: torch.Tensor, at: int, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
-    return buffer[at : at + rows * columns * dtype.itemsize].view(dtype).view(rows, columns)

@@ -103,7 +103,10 @@ class Engine:
         """Computes queued small requests, unless another thread computes: it will take them when it is done."""
         while not self._wanted.is_set() and self.shares.has_small() and self._computing.acquire(blocking=False):
             try:
-                while self.shares.has_small() and (share := self._pick()) is not None and share.small:
+                while not self._wanted.is_set() and self.shares.has_small():
+                    share = self._pick()
+                    if share is None or not share.small:
+                        break
                     self._serve_next(share)
             finally:
                 self._computing.release()
@@ -149,9 +152,9 @@ class Engine:
     def _run(self) -> None:
         while True:
             self._wanted.wait()
-            is_last = self._stopping
             with self._computing:
                 self._wanted.clear()
+                is_last = self._stopping  # set before `_wanted`
                 while (share := self._pick()) is not None:
                     self._serve_next(share)
             if is_last:

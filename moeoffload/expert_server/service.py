@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import logging
 import queue
 import threading
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -106,7 +104,6 @@ class ExpertService(pb_grpc.ExpertServiceServicer):
             memory=pb.DeviceMemory(**asdict(device_memory(*server.devices))),
             leases=len(leases),
             pool_creations=created,
-            python_traced_bytes=_traced_bytes(),
             dropped=server.listener.n_unknown if server.listener is not None else 0,
             refused=server.refusals.count,
             batches=pb.BatchStats(
@@ -277,14 +274,6 @@ class ExpertService(pb_grpc.ExpertServiceServicer):
             drained = self._draining and not self._leases
         if drained:
             self._on_drained()
-
-
-def _traced_bytes() -> int:
-    """What Python objects hold, if this process was started to trace that; else 0."""
-    if not tracemalloc.is_tracing():
-        return 0
-    gc.collect()
-    return tracemalloc.get_traced_memory()[0]
 
 
 def _checked_hello(event: pb.AttachRequest) -> pb.Hello:

@@ -28,7 +28,6 @@ from moeoffload.transport.slots import HostChannel
 from moeoffload.transport.spin import AdaptiveSpin
 from moeoffload.wire import HEADER_BYTES, ErrorCode
 
-MOST_SPARE: Final = 8
 READ_POLL_S: Final = 0.5
 """How often a sleeping thread checks whether the other side closed, in case the wake-up was lost with its process."""
 
@@ -51,8 +50,6 @@ class SharedHostEnd(HostChannel):
 
     def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
         words, index = self._words, slot.index
-        if self._segment.reply_semaphores[index].value:
-            self._drop_spare_replies(index)
         self._mark_sent(slot)
         with self._ring:  # the n-th post must come after the n-th entry
             at = self._ring_at[self._n_sent % len(self._ring_at)]
@@ -60,15 +57,6 @@ class SharedHostEnd(HostChannel):
             words[at], words[at + 1], words[at + 2] = index, n_bytes, request_id
             self._segment.request_semaphore.release()
             words[at + 3] = self._n_sent
-
-    def _drop_spare_replies(self, index: int) -> None:
-        """Drops repetitions of the previous reply: this slot has had no request since."""
-        semaphore = self._segment.reply_semaphores[index]
-        for _ in range(MOST_SPARE):  # a server may have posted any number
-            if not semaphore.value:
-                return
-            semaphore.acquire(0)
-            self.n_stale += 1
 
     def _await_reply(self, slot: HostSlot, deadline: float) -> int:
         index = slot.index

@@ -37,40 +37,32 @@ static void pause_core(void) {
 #endif
 }
 
-/* The awaited event; `look` returns whether it has happened. */
-struct awaited {
-    int (*look)(const struct awaited *);
-    const int64_t *word;
-    int64_t value;
-    struct pollfd *descriptors;
-    int n_descriptors;
-};
-
-static int word_has_value(const struct awaited *awaited) {
+/* Whether the int64 at `word` is `value`, or, without a word, poll(2) reports one of `descriptors`. */
+static int has_happened(const int64_t *word, int64_t value, struct pollfd *descriptors, int n) {
+    if (!word)
+        return poll(descriptors, (nfds_t)n, 0) != 0;
     for (int look = 0; look < LOOKS; look++) {
-        if (__atomic_load_n(awaited->word, __ATOMIC_ACQUIRE) == awaited->value)
+        if (__atomic_load_n(word, __ATOMIC_ACQUIRE) == value)
             return 1;
         pause_core();
     }
     return 0;
 }
 
-static int can_be_read(const struct awaited *awaited) {
-    return poll(awaited->descriptors, (nfds_t)awaited->n_descriptors, 0) != 0;
-}
-
-static int spin(const struct awaited *awaited, int64_t limit_ns, int64_t crowded_ns) {
+/* Spins until the awaited event; what the writer of `word` wrote before is visible then. Returns an enum seen. */
+int moeoffload_spin(const int64_t *word, int64_t value, struct pollfd *descriptors, int n, int64_t limit_ns,
+                    int64_t crowded_ns) {
     const int64_t started = now_ns();
     int64_t before = started;
     long displaced = times_displaced();
     for (int round = 1;; round++) {
-        if (awaited->look(awaited))
+        if (has_happened(word, value, descriptors, n))
             return NEWS;
         sched_yield();
         const int64_t now = now_ns();
         const int is_crowded = now - before > crowded_ns && times_displaced() != displaced;
         if (is_crowded || now - started > limit_ns) {
-            if (awaited->look(awaited))  /* the peer had the core and may have been quick */
+            if (has_happened(word, value, descriptors, n))  /* the peer had the core and may have been quick */
                 return NEWS;
             return is_crowded ? CROWDED : NOTHING;
         }
@@ -78,16 +70,4 @@ static int spin(const struct awaited *awaited, int64_t limit_ns, int64_t crowded
             displaced = times_displaced();
         before = now;
     }
-}
-
-/* Spins until the int64 at `word` is `value`; what its writer wrote before is visible then. Returns an enum seen. */
-int moeoffload_spin(const int64_t *word, int64_t value, int64_t limit_ns, int64_t crowded_ns) {
-    const struct awaited awaited = {.look = word_has_value, .word = word, .value = value};
-    return spin(&awaited, limit_ns, crowded_ns);
-}
-
-/* Spins until poll(2) reports one of `descriptors`. Returns an enum seen. */
-int moeoffload_spin_poll(struct pollfd *descriptors, int n, int64_t limit_ns, int64_t crowded_ns) {
-    const struct awaited awaited = {.look = can_be_read, .descriptors = descriptors, .n_descriptors = n};
-    return spin(&awaited, limit_ns, crowded_ns);
 }

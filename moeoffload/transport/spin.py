@@ -36,11 +36,11 @@ _HELD_BACK: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, sig
 
 
 def _library() -> Any:
-    """Returns the library with the functions of `spin.c`, which release the GIL; None if it was not built."""
+    """Returns the library with the function of `spin.c`, which releases the GIL; None if it was not built."""
     library = native_library()
     if library is not None:
-        library.moeoffload_spin.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
-        library.moeoffload_spin_poll.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+        awaited = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
+        library.moeoffload_spin.argtypes = [*awaited, ctypes.c_int64, ctypes.c_int64]
     return library
 
 
@@ -100,7 +100,7 @@ class AdaptiveSpin:
         budget_s = min(self.budget_s, timeout_s)
         try:
             if budget_s > 0:
-                self.met(self._library.moeoffload_spin(bell, value, int(budget_s * 1e9), _CROWDED_NS))
+                self.met(self._library.moeoffload_spin(bell, value, None, 0, int(budget_s * 1e9), _CROWDED_NS))
             left_s = timeout_s - (perf_counter() - started)
             if left_s <= 0 or semaphore.value:
                 semaphore.acquire(0)
@@ -117,8 +117,8 @@ class AdaptiveSpin:
         started = perf_counter()
         budget_s = min(self.budget_s, timeout_s)
         if budget_s > 0:
-            n = len(readable.structures)
-            self.met(self._library.moeoffload_spin_poll(readable.address, n, int(budget_s * 1e9), _CROWDED_NS))
+            awaited = None, 0, readable.address, len(readable.structures)
+            self.met(self._library.moeoffload_spin(*awaited, int(budget_s * 1e9), _CROWDED_NS))
         found = readable.poll.poll(max(timeout_s - (perf_counter() - started), 0) * 1000)
         self.learn(perf_counter() - started)
         return found

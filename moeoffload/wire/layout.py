@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Generic, NamedTuple, TypeVar
+from functools import lru_cache, partial
+from typing import Final, NamedTuple, NoReturn
 
 import torch
 
@@ -26,9 +27,8 @@ MAX_HIDDEN: Final = 65_536
 MAX_TOP_K: Final = 512
 MAX_ERROR_TEXT_BYTES: Final = 2048
 MAX_FRAME_BYTES: Final = 1 << 30
-SMALL_ROWS: Final = 16
-"""Views of at most this many rows are cached: decode and verify steps repeat a few small counts, prefill's vary."""
-_T = TypeVar("_T")
+KEPT: Final = 16
+"""Most views of a buffer that are cached: decode and verify steps repeat a few small numbers of rows."""
 
 
 class DispatchViews(NamedTuple):
@@ -84,7 +84,7 @@ class FrameLayout:
         """Bytes of the largest reply frame, header included; an error frame always fits."""
         return HEADER_BYTES + max(self.capacity * self.combine_row_bytes, MAX_ERROR_TEXT_BYTES)
 
-    def dispatch_views(self, frame: memoryview, rows: int) -> DispatchViews:
+    def dispatch_views(self, frame: memoryview | torch.Tensor, rows: int) -> DispatchViews:
         """Returns tensors over the dispatch body in ``frame`` (which starts at the header); nothing is copied."""
         n_routes = rows * self.top_k
         weights_at = HEADER_BYTES + rows * self.dtype_out.row_bytes(self.hidden)
@@ -100,65 +100,43 @@ class FrameLayout:
         return _view(frame, self.dtype_back.torch_dtype, HEADER_BYTES, rows, self.dtype_back.columns(self.hidden))
 
 
-def _view(frame: memoryview, dtype: torch.dtype, offset: int, rows: int, columns: int) -> torch.Tensor:
-    return torch.frombuffer(frame, dtype=dtype, count=rows * columns, offset=offset).view(rows, columns)
-
-
-class _ByRows(Generic[_T]):
-    """Views of one buffer; those of few rows are cached."""
-
-    def __init__(self, make: Callable[[memoryview, int], _T], buffer: memoryview) -> None:
-        self._make = make
-        self._buffer = buffer
-        self.kept: dict[int, _T] = {}
-
-    def get(self, rows: int) -> _T:
-        """Returns the view of ``rows`` rows. Raises ServerError: the buffer was dropped."""
-        view = self.kept.get(rows)
-        if view is not None:
-            return view
-        buffer = self._buffer
-        if buffer:
-            # A view created in inference mode could not be written to outside of it.
-            with torch.inference_mode(False):
-                view = self._make(buffer, rows)
-            if rows <= SMALL_ROWS:
-                self.kept[rows] = view
-            if self._buffer:
-                return view
-            self.kept.clear()  # dropped meanwhile by another thread: do not keep this view
-        raise ServerError("its channel was closed meanwhile")
-
-    def drop(self) -> None:
-        self._buffer = memoryview(b"")
-        self.kept.clear()
+def _view(frame: memoryview | torch.Tensor, dtype: torch.dtype, offset: int, rows: int, columns: int) -> torch.Tensor:
+    if isinstance(frame, torch.Tensor):
+        return frame[offset : offset + rows * columns * dtype.itemsize].view(dtype).view(rows, columns)
+    with torch.inference_mode(False):  # a view created in inference mode could not be written to outside of it
+        return torch.frombuffer(frame, dtype=dtype, count=rows * columns, offset=offset).view(rows, columns)
 
 
 class SlotViews:
-    """Views of one slot's request and reply buffers.
+    """Views of one slot's request and reply buffers; the `KEPT` most recently used numbers of rows are cached.
 
     Attributes:
         dispatch: ``dispatch(rows)`` returns the views of a dispatch body with ``rows`` rows in the request buffer.
         combine: ``combine(rows)`` returns the view (rows, columns) of a combine body in the reply buffer.
 
-    Both raise ServerError if another thread has dropped the buffers.
+    Both raise ServerError once the buffers were dropped.
     """
 
     def __init__(self, layout: FrameLayout, request: memoryview, reply: memoryview) -> None:
-        self._dispatch: _ByRows[DispatchViews] = _ByRows(layout.dispatch_views, request)
-        self._combine: _ByRows[torch.Tensor] = _ByRows(layout.combine_view, reply)
-        self.dispatch = self._dispatch.get
-        self.combine = self._combine.get
+        dispatch = lru_cache(KEPT)(partial(layout.dispatch_views, request))
+        combine = lru_cache(KEPT)(partial(layout.combine_view, reply))
+        self.dispatch: Callable[[int], DispatchViews] = dispatch
+        self.combine: Callable[[int], torch.Tensor] = combine
+        self._infos = [dispatch.cache_info, combine.cache_info]
 
     @property
     def n_created(self) -> int:
-        """How many views are cached."""
-        return len(self._dispatch.kept) + len(self._combine.kept)
+        """Number of views made so far; 0 once they were dropped."""
+        return sum(info().misses for info in self._infos)
 
     def drop(self) -> None:
         """Drops the references to the buffers, so that their memory can be unmapped. From any thread."""
-        self._dispatch.drop()
-        self._combine.drop()
+        self.dispatch = self.combine = _dropped
+        self._infos = []
+
+
+def _dropped(rows: int) -> NoReturn:
+    raise ServerError("its channel was closed meanwhile")
 
 
 def write_error_frame(

@@ -146,6 +146,13 @@ def test_a_call_that_says_nothing_is_ended(serve: Serve, method: str) -> None:
     assert code_of(call) is grpc.StatusCode.FAILED_PRECONDITION
 
 
+def test_a_reflection_call_that_says_nothing_is_ended(serve: Serve) -> None:
+    channel, _ = serve(first_s=0.2)
+    method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    call = channel.stream_stream(method, None, None)(silent(), timeout=SOON_S)
+    assert code_of(call) is grpc.StatusCode.FAILED_PRECONDITION
+
+
 def test_calls_that_say_nothing_hold_few_threads_for_a_short_time(serve: Serve) -> None:
     channel, backend = serve(first_s=1)
     before = threading.active_count()

@@ -122,7 +122,7 @@ def test_what_a_signal_handler_raises_in_a_sleep_is_not_lost_and_leaves_none_blo
 def spin(bell: Bell, value: int, limit_s: float, crowded_s: float = 30.0) -> int:
     library = spin_module._library()
     assert library is not None, "the C library is not built"
-    return int(library.moeoffload_spin(bell.address, value, int(limit_s * 1e9), int(crowded_s * 1e9)))
+    return int(library.moeoffload_spin(bell.address, value, None, 0, int(limit_s * 1e9), int(crowded_s * 1e9)))
 
 
 def test_spinning_lets_other_threads_have_the_interpreter() -> None:

@@ -252,7 +252,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("requests", "rows", "errors", "queue_seconds", "compute_seconds", "resident_bytes", "leases", "pool_creations", "python_traced_bytes", "dropped", "batches", "warm_bytes", "read_bytes", "tiers", "memory", "refused")
+    __slots__ = ("requests", "rows", "errors", "queue_seconds", "compute_seconds", "resident_bytes", "leases", "pool_creations", "dropped", "batches", "warm_bytes", "read_bytes", "tiers", "memory", "refused")
     class PoolCreationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -268,7 +268,6 @@ class StatsReply(_message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     POOL_CREATIONS_FIELD_NUMBER: _ClassVar[int]
-    PYTHON_TRACED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     WARM_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -284,7 +283,6 @@ class StatsReply(_message.Message):
     resident_bytes: int
     leases: int
     pool_creations: _containers.ScalarMap[str, int]
-    python_traced_bytes: int
     dropped: int
     batches: BatchStats
     warm_bytes: int
@@ -292,7 +290,7 @@ class StatsReply(_message.Message):
     tiers: TierStats
     memory: DeviceMemory
     refused: int
-    def __init__(self, requests: _Optional[int] = ..., rows: _Optional[int] = ..., errors: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., pool_creations: _Optional[_Mapping[str, int]] = ..., python_traced_bytes: _Optional[int] = ..., dropped: _Optional[int] = ..., batches: _Optional[_Union[BatchStats, _Mapping]] = ..., warm_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., refused: _Optional[int] = ...) -> None: ...
+    def __init__(self, requests: _Optional[int] = ..., rows: _Optional[int] = ..., errors: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., pool_creations: _Optional[_Mapping[str, int]] = ..., dropped: _Optional[int] = ..., batches: _Optional[_Union[BatchStats, _Mapping]] = ..., warm_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class DeviceMemory(_message.Message):
     __slots__ = ("allocated_bytes", "reserved_bytes", "total_bytes")
