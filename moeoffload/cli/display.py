@@ -84,7 +84,7 @@ class Display:
         its text may be seen itself."""
         from moeoffload.host.generate import Watch
 
-        is_seen = self._hidden or _may_be_on_a_terminal(sys.stdout)
+        is_seen = self._hidden or (sys.stdout is not None and _may_be_on_a_terminal(sys.stdout))
         with self._lines() as lines:
             task = lines.add_task("prompt", total=None, count="")
 

@@ -114,7 +114,8 @@ def exit_on_error() -> Iterator[None]:
     """
     try:
         yield
-        sys.stdout.flush()  # so that a closed pipe raises here and not while the interpreter shuts down
+        if sys.stdout is not None:
+            sys.stdout.flush()  # so that a closed pipe raises here and not while the interpreter shuts down
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -61,7 +61,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.found = False  # whether a stop string was found; nothing is returned after it
+        self.found = ""  # the stop string that was found; nothing is returned after it
 
     def push(self, piece: str) -> str:
         """Returns the text that certainly precedes any stop string."""
@@ -70,9 +70,9 @@ class StopStrings:
         text = self._held + piece
         ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
-            self.found = True
-            self._held = ""
-            return text[: min(ends)[1]]
+            end, at = min(ends)
+            self.found, self._held = text[at:end], ""
+            return text[:at]
         n = max(self._n_begun(text, stop) for stop in self._stops)
         self._held = text[len(text) - n :]
         return text[: len(text) - n]

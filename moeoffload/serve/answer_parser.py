@@ -18,11 +18,11 @@ _MALFORMED: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionE
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call by the model; ``arguments`` is JSON."""
+    """A tool call by the model; ``arguments`` is JSON. Mistral's templates take ids of this form only."""
 
     name: str
     arguments: str
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class TemplateParser(AnswerParser):
 
 def _calls(value: Any) -> list[Part]:
     """The calls in a value that a template has parsed; none if it is malformed."""
-    found = []
+    found: list[Part] = []
     for each in value if isinstance(value, list) else [value]:
         call = each.get("function", each) if isinstance(each, dict) else each
         if isinstance(call, list):
@@ -153,9 +153,10 @@ def _calls(value: Any) -> list[Part]:
             if isinstance(arguments, str):
                 arguments = json.loads(arguments)
             written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-            (name + written).encode()
+            own = {"id": each["id"]} if isinstance(each.get("id"), str) else {}
+            (name + written + own.get("id", "")).encode()
         # Python reads numbers beyond all floats as infinite, and an escaped half of a surrogate pair as it is.
         except (ValueError, RecursionError):
             return []
-        found.append(Part(call=ToolCall(name.strip(), written)))
+        found.append(Part(call=ToolCall(name.strip(), written, **own)))
     return found

@@ -43,12 +43,13 @@ class _BlockForm(Form):
         self._model = model
         self._open: Block | None = None
         self._finish: FinishReason | None = None
+        self._stop = ""  # the stop string that ended it
 
     def chunks(self, piece: Piece) -> list[Json]:
         """See `Form`."""
         events = [event for part in piece.parts for event in self._take(part)]
         if piece.finish is not None:
-            self._finish = piece.finish
+            self._finish, self._stop = piece.finish, piece.stop
             events += self._end()
         return events
 
@@ -108,20 +109,21 @@ class MessagesForm(_BlockForm):
     def closing(self, usage: Json) -> list[Json]:
         """See `Form`."""
         told = self.message(usage)
-        delta = {"stop_reason": told["stop_reason"], "stop_sequence": None}
+        delta = {name: told[name] for name in ("stop_reason", "stop_sequence")}
         return [{"type": "message_delta", "delta": delta, "usage": told["usage"]}, {"type": "message_stop"}]
 
     def message(self, usage: Json) -> Json:
         """See `_BlockForm`."""
         cached = usage["prompt_tokens_details"]["cached_tokens"]
+        ended = "stop_sequence" if self._stop else "end_turn"
         return {
             "id": self.id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
             "content": [self._json(block, block.text) for block in self.blocks],
-            "stop_reason": _STOP_REASONS.get(self._finish, "end_turn") if self._finish else None,
-            "stop_sequence": None,
+            "stop_reason": _STOP_REASONS.get(self._finish, ended) if self._finish else None,
+            "stop_sequence": self._stop or None,
             "usage": {
                 "input_tokens": usage["prompt_tokens"] - cached,
                 "cache_read_input_tokens": cached,

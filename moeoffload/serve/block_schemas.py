@@ -15,6 +15,7 @@ _TEXTS: Final = ("text", "input_text", "output_text", "reasoning_text")
 _REASONING: Final = ("effort", "summary", "generate_summary")
 """No summary is written: the reasoning itself is returned, whole."""
 _TEXT: Final = ("format", "verbosity")
+_THOUGHT: Final = {"role", "content", "reasoning_content"}  # of a message that is nothing but reasoning so far
 
 Blocks = str | list[dict[str, Any]]
 
@@ -60,11 +61,13 @@ class CountTokensRequest(_Asked):
         messages = [{"role": "system", "content": _text(self.system, "system")}] if self.system else []
         for turn in self.messages:
             messages += _turn_messages(turn)
+        last = messages[-1] if messages else {}
         choice = self.tool_choice or {}
         named = {"type": "function", "function": {"name": choice.get("name")}}
         choices = {"auto": "auto", "any": "required", "none": "none", "tool": named}
         return self._chat(
             messages=messages,
+            continue_final_message=True if last.get("role") == "assistant" and "tool_calls" not in last else None,
             max_tokens=self.max_tokens,
             top_k=self.top_k,
             stop=self.stop_sequences,
@@ -183,7 +186,10 @@ def _flat_tool(tool: dict[str, Any]) -> dict[str, Any]:
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
     kind = item.get("type") or "message"
     if kind == "message":
-        messages.append({"role": item.get("role"), "content": _text(item.get("content") or "", "input")})
+        message = {"role": item.get("role"), "content": _text(item.get("content") or "", "input")}
+        # What an answer says after its reasoning belongs to the same turn.
+        is_rest = message["role"] == "assistant" and messages and messages[-1].keys() == _THOUGHT
+        messages.append((messages.pop() if is_rest else {}) | message)
     elif kind == "function_call":
         call = _call(item.get("call_id"), item.get("name"), item.get("arguments"))
         if not messages or messages[-1]["role"] != "assistant":

@@ -18,7 +18,7 @@ from moeoffload.serve.answer_parser import AnswerParser, ForcedCalls, TemplatePa
 from moeoffload.serve.api_errors import bad_request
 from moeoffload.serve.grammar import Grammar, GrammarCompiler
 from moeoffload.serve.response_formats import AnswerFormat
-from moeoffload.serve.schemas import ChatRequest, CompletionRequest, Function, Message
+from moeoffload.serve.schemas import ChatRequest, CompletionRequest, Function
 
 _MAX_CALLS: Final = 16  # the maximum number of forced calls of an answer
 
@@ -103,14 +103,32 @@ class PromptReader:
             if not forced:
                 raise bad_request("The model's chat template takes no tools.", "tools", "unsupported_parameter")
             tools = []  # the grammar enforces calls of them
-        messages = [_as_templates_take_it(message) for message in request.messages]
+        options |= {"tools": tools or None, "tokenize": False}
+        options["continue_final_message" if request.continue_final_message else "add_generation_prompt"] = True
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **options
-            )
+            try:
+                text: str = self._tokenizer.apply_chat_template(self._messages(request), **options)
+            except TypeError:  # DeepSeek's template joins the arguments of calls to text
+                text = self._tokenizer.apply_chat_template(self._messages(request, written=True), **options)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise bad_request(f"The model's chat template does not take these messages: {error}", "messages") from None
         return text
+
+    @staticmethod
+    def _messages(request: ChatRequest, *, written: bool = False) -> list[dict[str, Any]]:
+        """The messages as most templates take them: without a developer's role, and the arguments of calls as objects,
+        or ``written`` as JSON."""
+        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        for message in messages:
+            if message["role"] == "developer":
+                message["role"] = "system"
+            for call in message.get("tool_calls", ()):
+                function = call.get("function")
+                arguments = function.get("arguments") if isinstance(function, dict) else None
+                if isinstance(arguments, str):
+                    given = _read_arguments(arguments)
+                    function["arguments"] = arguments if written else given
+        return messages
 
     def _takes_tools(self, tools: list[Any]) -> bool:
         try:
@@ -120,20 +138,11 @@ class PromptReader:
         return not tools or re.search(r"\btools\b", template) is not None
 
 
-def _as_templates_take_it(message: Message) -> dict[str, Any]:
-    """Most templates know no developer role and expect the arguments of calls as objects, not as JSON."""
-    plain = message.model_dump(exclude_none=True)
-    if plain["role"] == "developer":
-        plain["role"] = "system"
-    for call in plain.get("tool_calls", ()):
-        function = call.get("function")
-        arguments = function.get("arguments") if isinstance(function, dict) else None
-        if isinstance(arguments, str):
-            try:
-                function["arguments"] = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
-                raise bad_request("Invalid 'messages': arguments of a tool call are no JSON.", "messages") from None
-    return plain
+def _read_arguments(text: str) -> Any:
+    try:
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        raise bad_request("Invalid 'messages': arguments of a tool call are no JSON.", "messages") from None
 
 
 def _calls_grammar(functions: list[Function], parallel: bool) -> Grammar:

@@ -31,6 +31,7 @@ class Piece:
     finish: FinishReason | None = None
     parts: Sequence[Part] = ()
     prompt: Sequence[TokenChoice] = ()  # the prompt's tokens, in the first piece, if requested
+    stop: str = ""  # the stop string that ended it
 
 
 @dataclass
@@ -93,7 +94,7 @@ class Choice:
         while self._waiting and (self._waiting[0][0] < self._released or (finish and not self.stops.found)):
             tokens.append(self._waiting.popleft())
         prompt, self._prompt = self._prompt, ()
-        return Piece(self.index, text, tokens, finish, parts, prompt)
+        return Piece(self.index, text, tokens, finish, parts, prompt, self.stops.found)
 
 
 class Choices:

@@ -95,7 +95,7 @@ class ServingEngine:
                 raise ServerError(f"the engine has failed: {self.failure}")
             if self._draining or self._stopping:
                 self.stats.requests.rejected += 1
-                raise BusyError("the server is shutting down", self._retry_after_s())
+                raise ServerError("the server is shutting down")
             if len(self._requests) >= self._settings.max_running + self._settings.max_waiting:
                 self.stats.requests.rejected += 1
                 raise BusyError(

@@ -12,7 +12,7 @@ LATENCY_S: Final = 60.0  # window of latencies and batch sizes, in seconds
 PARTS: Final = ("dense", "pack", "wire", "queue", "compute", "local", "combine", "other")
 """The parts of a step, in display order."""
 LAYER_PARTS: Final = PARTS[:-1]
-PAUSE_S: Final = 10.0  # the history restarts after this many seconds without a snapshot
+PAUSE_S: Final = 70.0  # the history restarts after so many seconds without a snapshot; longer than any interval of top
 _EPSILON_S: Final = 1e-6
 _LEAST_STEP_S: Final = 0.25
 

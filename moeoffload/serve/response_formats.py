@@ -51,12 +51,13 @@ _TOOL_CALLS: Final[tuple[tuple[str, Field], ...]] = (
             "close_pattern": r"(?:\n```)?\s*<｜tool▁call▁end｜>",
         },
     ),
-    (  # Kimi K2
+    (  # Kimi K2, whose ids have a meaning: functions.NAME:NUMBER
         "<|tool_call_begin|>",
         _ARGUMENTS
         | {
-            "open_pattern": r"\s*(?:<\|tool_calls_section_begin\|>)?\s*<\|tool_call_begin\|>\s*(?:functions\.)?"
-            r"(?P<name>[^:<\s]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+            "transform": _NAMED | {"id": "{id}"},
+            "open_pattern": r"\s*(?:<\|tool_calls_section_begin\|>)?\s*<\|tool_call_begin\|>\s*"
+            r"(?P<id>(?:functions\.)?(?P<name>[^:<\s]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
             "close": "<|tool_call_end|>",
         },
     ),

@@ -284,6 +284,7 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, str | bool | int | float] | None = None
+    continue_final_message: bool | None = None
 
     @property
     def alternatives(self) -> int | None:

@@ -78,6 +78,18 @@ def test_messages_whole_and_streamed(server: Running) -> None:
     assert (cut.stop_reason, cut.content[0].type) == ("max_tokens", "thinking")
 
 
+def test_what_the_assistant_has_begun_to_say_is_continued(tokenizer: Any) -> None:
+    asked: dict[str, Any] = {"model": "demo", "max_tokens": 9, "stop_sequences": ["s", "%"]}
+    with serving(FakeEngine(tokens_of("yes")), tokenizer) as server, server.anthropic() as client:
+        told = client.messages.create(**asked, messages=[*HI, {"role": "assistant", "content": "{"}])
+        assert prompt_of(server).endswith("{")
+        assert (told.content[0].text, told.stop_reason, told.stop_sequence) == ("ye", "stop_sequence", "s")
+        with client.messages.stream(**asked, messages=HI) as stream:
+            final = stream.get_final_message()
+        assert not prompt_of(server).endswith("{")
+        assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", "s")
+
+
 def test_responses_whole_and_streamed(server: Running) -> None:
     items: list[Any] = [
         {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
@@ -93,6 +105,8 @@ def test_responses_whole_and_streamed(server: Running) -> None:
             events = [event.type for event in stream]
             final = stream.get_final_response()
         cut = client.responses.create(**asked, max_output_tokens=9)
+        client.responses.create(**asked | {"input": [*items, *(item.model_dump() for item in whole.output)]})
+        assert prompt_of(server).endswith("[tool|4||][assistant|yes|hm|add1]1")
     for told in (whole, final):
         kinds = told.output
         assert [item.type for item in kinds] == ["reasoning", "message", "function_call"]

@@ -143,7 +143,7 @@ def test_what_cannot_be_taken_is_refused(offloaded: OffloadedModel) -> None:
         assert engine.stats.requests.rejected == len(waits) == 256 - len(taken)
         assert engine.drain(10)
         assert not engine.is_ready
-        with pytest.raises(BusyError, match="shutting down"):
+        with pytest.raises(ServerError, match="shutting down"):
             ask(engine, [5])
 
 
@@ -197,7 +197,6 @@ WAVE = 20
 def test_thousands_of_cancels_leave_nothing(offloaded: OffloadedModel) -> None:
     generator = random.Random(4)
     with ServingEngine(offloaded, limits(max_running=16, prefill_chunk=64)) as engine:
-        created = offloaded.pool_creations
         finishes: list[FinishReason | None] = []
         n_begun = 0
         for _ in range(N_CANCELS // WAVE):
@@ -224,8 +223,6 @@ def test_thousands_of_cancels_leave_nothing(offloaded: OffloadedModel) -> None:
         wait_until(lambda: engine.stats.cache.used_tokens == 0, "the room of all")
         n_stale = sum(link.channel.n_stale for link in offloaded.links)
         assert n_stale == 0, "a step is finished before its requests are dropped"
-        # A slot's views for row counts that are new, or had not come for long; not one more for each request.
-        assert offloaded.pool_creations - created < N_CANCELS / 20
 
 
 def test_a_cancel_is_answered_within_a_step_and_its_room_is_free(offloaded: OffloadedModel) -> None:

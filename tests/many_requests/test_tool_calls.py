@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -124,10 +125,25 @@ def test_calls_of_a_family_are_parsed_streamed_or_not(tokenizer: Any, family: st
     assert [(each.function.name, json.loads(each.function.arguments)) for each in calls] == expected
     assert [each.index for each in calls] == [0, 1]
     assert len({each.id for each in calls}) == 2
+    # Kimi's template writes ids as the model does; Mistral's take no others than these.
+    assert all(re.fullmatch("[a-z0-9]{9}" if family != "kimi" else r"functions\.\w+:0", each.id) for each in calls)
     assert (told(chunks, "content"), chunks[-1].finish_reason) == (words, "tool_calls")
     without, _ = ask(tokenizer, marks, words + text)
     assert without.message.tool_calls is None
     assert without.finish_reason == "stop"
+
+
+def test_a_template_that_takes_arguments_as_text_only_gets_them(tokenizer: Any) -> None:
+    """As DeepSeek's, which joins them to more text."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% for call in message['tool_calls'] or [] %}"
+        "{{ call['function']['arguments'] + '!' }}{% endfor %}{% endfor %}"
+    )
+    told = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": json.dumps(SUM)}}]
+    with serving(FakeEngine(tokens_of("yes")), tokenizer) as server:
+        server.chat(messages=[*HI, {"role": "assistant", "tool_calls": told}])
+        assert bytes(server.engine.tickets[-1].prompt).decode() == json.dumps(SUM) + "!"
 
 
 def test_one_call_is_the_end_where_no_more_are_wanted(tokenizer: Any) -> None:
