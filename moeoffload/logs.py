@@ -10,6 +10,7 @@ from typing import Final
 
 from moeoffload.text import one_line
 
+DATED_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 MAX_LINE: Final = 4096
 BURST: Final = 50  # lines of one kind logged within `WINDOW_S` seconds; further ones are only counted
 WINDOW_S: Final = 10.0

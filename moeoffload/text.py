@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 MAX_TEXT: Final = 500  # default number of characters kept of a peer's text
+_CONTROLS: Final = {n: "\N{REPLACEMENT CHARACTER}" for n in (*range(32), *range(127, 160)) if chr(n) not in "\t\n\r"}
 
 
 def one_line(text: str, limit: int = MAX_TEXT) -> str:
@@ -16,6 +17,11 @@ def one_line(text: str, limit: int = MAX_TEXT) -> str:
     short = text[: limit + 1]
     line = "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in short)
     return line if len(line) <= limit else line[: max(0, limit - 3)] + "..."
+
+
+def for_terminal(text: str) -> str:
+    """``text`` without control characters, by which a model could drive a terminal; white space stays."""
+    return text.translate(_CONTROLS)
 
 
 def first_line(error: Exception) -> str:

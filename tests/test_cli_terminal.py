@@ -15,7 +15,7 @@ import tasks
 from command_lines import Commands
 from conftest import DEMO, RunningServer, local_model
 from models import endless_model
-from terminals import CTRL_C, CTRL_D, Terminal
+from terminals import CTRL_C, Terminal
 
 from moeoffload.errors import PromptError
 from moeoffload.host.generate import Conversation, Ending, StoppedError, Watch, prepare_chat
@@ -118,7 +118,7 @@ def test_ctrl_c_in_the_first_second_is_one_line() -> None:
     [
         ((), r"4 tokens · [0-9.e+]+ tokens/s · first after [0-9.]+ s · {} \(shared\)\n"),
         (("--max-new-tokens", "2"), r"2 tokens \(all that --max-new-tokens allows\) · .*\n"),
-        (("--quiet",), ""),
+        (("--quiet", "--verbose", "--report", "/dev/null"), ""),
     ],
 )
 def test_an_answer_leaves_one_line_of_figures_unless_quiet(
@@ -271,12 +271,14 @@ def test_a_conversation_on_a_terminal(server: RunningServer) -> None:
             terminal.type(line)
             terminal.until("... ")
         terminal.type(CTRL_C)
-        assert "Ctrl-D or /exit leaves" in terminal.until(">>> ")
+        assert "Ctrl-C again, Ctrl-D or /exit leaves" in terminal.until(">>> ")
         terminal.type("\x1b[200~reverse planet\n=\x1b[201~\n")
         assert terminal.until(">>> ").count("tokens/s") == 1, "lines that are pasted are one turn"
         terminal.type("/help\n")
         assert "/system TEXT" in terminal.until(">>> ")
-        terminal.type(CTRL_D)
+        terminal.type(CTRL_C)
+        terminal.until(">>> ")
+        terminal.type(CTRL_C)
         code, _ = terminal.end()
     assert code == 0, terminal.shown
     assert "Traceback" not in terminal.shown

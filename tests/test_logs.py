@@ -8,6 +8,7 @@ import logging
 import pytest
 
 from moeoffload.logs import BURST, WINDOW_S, FloodFilter, OneLineFormatter
+from moeoffload.text import for_terminal
 
 
 @pytest.fixture
@@ -20,6 +21,10 @@ def log() -> tuple[logging.Logger, io.StringIO, FloodFilter]:
     logger = logging.Logger("test")
     logger.addHandler(handler)
     return logger, stream, flood
+
+
+def test_a_models_text_cannot_drive_a_terminal() -> None:
+    assert for_terminal("a\x1b[2J\tb\r\n\x9bc\x7fä") == "a\ufffd[2J\tb\r\n\ufffdc\ufffdä"
 
 
 Log = tuple[logging.Logger, io.StringIO, FloodFilter]

@@ -30,7 +30,7 @@ _HELP: Final = f"""\
 /system TEXT   what the model is told first; without TEXT nothing
 /exit          leave; so does Ctrl-D
 {QUOTES}            begins and ends a turn of several lines
-Ctrl-C         ends an answer; a second one leaves"""
+Ctrl-C         ends an answer; twice at the prompt leaves"""
 
 
 @with_settings(HostSettings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import stat
@@ -16,7 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from moeoffload.config import HostSettings
-from moeoffload.logs import log_to
+from moeoffload.logs import DATED_FORMAT, log_to
 from moeoffload.text import one_line
 
 if TYPE_CHECKING:
@@ -52,16 +53,20 @@ class Display:
     """Writes to stderr, logs too; temporary lines only on terminals. With ``quiet`` only warnings and errors are
     written."""
 
-    def __init__(self, settings: HostSettings, *, verbose: bool = False, quiet: bool = False) -> None:
+    def __init__(
+        self, settings: HostSettings, *, verbose: bool = False, quiet: bool = False, dated: bool = False
+    ) -> None:
+        """Log lines have a time if they are ``dated``."""
         self.console = Console(stderr=True)
-        self.is_verbose = verbose
-        self._quiet = quiet
+        self.is_verbose = verbose and not quiet
+        self.is_quiet = quiet
         self._hidden = quiet or not self.console.is_terminal
-        log_to(log_handler(self.console), "INFO" if verbose else settings.log_level.upper(), _LOG_FORMAT)
+        level = "INFO" if self.is_verbose else settings.log_level.upper()
+        log_to(log_handler(self.console), level, DATED_FORMAT if dated else _LOG_FORMAT)
 
     def say(self, text: str) -> None:
         """Writes a permanent line."""
-        if not self._quiet:
+        if not self.is_quiet:
             self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
@@ -102,6 +107,18 @@ class Display:
             yield Watch(
                 on_prompt, should_stop, lambda n: None if is_seen else lines.update(task, count=f"{n:,} tokens")
             )
+
+    @contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        """Shows how many of ``total`` are done; yields a function to call after each."""
+        with self._lines() as lines:
+            task, done = lines.add_task(what, total=total, count=f"0 of {total}"), itertools.count(1)
+
+            def advance() -> None:
+                number = next(done)
+                lines.update(task, completed=number, count=f"{number} of {total}")
+
+            yield advance
 
     @contextmanager
     def stopping(self) -> Iterator[Callable[[int, float], None]]:

@@ -20,7 +20,7 @@ from moeoffload.cli.imports import quick_imports
 from moeoffload.cli.options import Command, version_option, with_settings
 from moeoffload.cli.signals import leave_at_once_on_ctrl_c
 from moeoffload.config import ExpertServerSettings
-from moeoffload.logs import log_to
+from moeoffload.logs import DATED_FORMAT, log_to
 from moeoffload.model_name import check_hub_id, named_path
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -46,7 +46,7 @@ def serve(
     log_to(
         logging.StreamHandler() if bars is None else bars.log_handler(),
         settings.log_level.upper(),
-        "%(asctime)s %(levelname)s %(name)s: %(message)s",
+        DATED_FORMAT,
     )
     log = logging.getLogger("moeoffload.expert_server")
     watched = [sys.stdin.fileno()] if exit_with_stdin else []

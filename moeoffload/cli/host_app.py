@@ -103,8 +103,10 @@ def profile_routing(
 
         counter = RoutingCounter(offloaded.checkpoint)
         offloaded.dispatcher.on_routes = counter.count
-        for text in lines:
-            generate(offloaded, prepare_prompt(offloaded, text, chat=template), io.StringIO())
+        with display.counting("prompts", len(lines)) as advance:
+            for text in lines:
+                generate(offloaded, prepare_prompt(offloaded, text, chat=template), io.StringIO())
+                advance()
         try:
             counter.write(output)
         except OSError as error:

@@ -44,7 +44,7 @@ def open_with_progress(
                 from moeoffload.host.session import OffloadedModel
 
             stack.enter_context(signals_unwind())
-            offloaded = OffloadedModel(model, settings, revision, on_progress, spawned)
+            offloaded = OffloadedModel(model, settings, revision, on_progress, spawned, needs_tokenizer=True)
         try:
             yield offloaded
         finally:
@@ -53,9 +53,10 @@ def open_with_progress(
 
 
 def report_run(offloaded: OffloadedModel, display: Display) -> None:
-    """Shows the report as tables if the display is verbose or the settings name a report file, and writes that file."""
+    """Shows the report as tables if the display is verbose or the settings name a report file, unless it is quiet, and
+    writes that file."""
     report = offloaded.report()
-    if report.prompt_tokens and (display.is_verbose or offloaded.settings.report is not None):
+    if report.prompt_tokens and not display.is_quiet and (display.is_verbose or offloaded.settings.report is not None):
         display.console.print(report.table())
     write_report(report, offloaded.settings)
 

@@ -30,7 +30,7 @@ def serve(
     Prints one line with its address on stdout when it is ready. SIGTERM or Ctrl-C lets running requests finish first,
     for up to --drain-seconds; a second one stops it at once.
     """
-    display = Display(settings, verbose=verbose)
+    display = Display(settings, verbose=verbose, dated=True)
     # torch and transformers take seconds to import; --help, --version and setting errors need not wait for them.
     from moeoffload.serve.access import bind_socket, check_access
 

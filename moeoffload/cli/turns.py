@@ -22,8 +22,9 @@ def read_turns(*, interactive: bool) -> Iterator[str]:
     """Yields each turn that is not empty, until stdin ends; several lines between `QUOTES` are one turn.
 
     The end of stdin ends such a turn, too, unless it was Ctrl-D on a terminal. On a terminal Ctrl-C discards the typed
-    text. Raises PromptError: a turn is not valid UTF-8.
+    text, and a second one ends the conversation. Raises PromptError: a turn is not valid UTF-8.
     """
+    is_second = False
     if interactive:
         with contextlib.suppress(ImportError):  # not on every system; `input` uses it once it is imported
             import readline
@@ -40,8 +41,13 @@ def read_turns(*, interactive: bool) -> Iterator[str]:
         except KeyboardInterrupt:
             if not interactive:
                 raise
-            typer.echo("\nCtrl-D or /exit leaves", err=True)
+            if is_second:
+                typer.echo(err=True)
+                return
+            typer.echo("\nCtrl-C again, Ctrl-D or /exit leaves", err=True)
+            is_second = True
             continue
+        is_second = False
         if not is_unicode(turn):
             raise PromptError("the prompt is not valid UTF-8")
         if turn.strip():

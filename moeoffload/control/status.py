@@ -60,7 +60,8 @@ def error_of(error: grpc.RpcError, address: str, step: str) -> ServerError:
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return ServerError(f"{where}: something answers there, but it is not a moeoffload expert server")
     if code is grpc.StatusCode.UNAVAILABLE:
-        return ServerError(f"{where}: connection lost during {step}; is moeoffload-expert still running there?")
+        during = "" if step == "Attach" else f" during {step}"  # which lasts as long as the lease
+        return ServerError(f"{where}: connection lost{during}; is moeoffload-expert still running there?")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         retry_after_s = _retry_after_s(error)
         text = f"{where}: {details}"

@@ -102,7 +102,7 @@ class Fleet:
         checkpoint, settings = self._plan.checkpoint, self._plan.settings
         sizes = [layer.expert_bytes for layer in checkpoint.layers]
         copies = settings.replicas
-        deadline = monotonic() + settings.connect_timeout_s
+        deadline, is_told = monotonic() + settings.connect_timeout_s, False
         while True:
             offers = [
                 MemoryOffer(c.address, c.info.offered_bytes - copies * self._batch_bytes(c)) for c in self._candidates
@@ -117,7 +117,9 @@ class Fleet:
                 others_gib = sum(candidate.info.resident_bytes for candidate in self._candidates) / GIB
                 if not others_gib or monotonic() >= deadline:
                     raise
-            logger.warning("no room for the experts: other hosts use %.4g GiB of the servers; waiting", others_gib)
+            if not is_told:
+                logger.warning("no room for the experts: other hosts use %.4g GiB of the servers; waiting", others_gib)
+                is_told = True
             sleep(ROOM_S)
             self._candidates = [
                 replace(each, info=describe(each.client, checkpoint, settings.connect_timeout_s))

@@ -24,7 +24,7 @@ from moeoffload.host.model import eos_tokens
 from moeoffload.host.session import OffloadedModel
 from moeoffload.host.speculative import VerifiedGeneration, new_drafter
 from moeoffload.kernels.growing_cache import GrowingLayer
-from moeoffload.text import one_line
+from moeoffload.text import for_terminal, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class _Streamer(BaseStreamer):
     def _write(self, text: str, end: str = "") -> None:
         self.text += text
         if text or end:
-            self._stream.write(text + end)
+            self._stream.write((for_terminal(text) if self._stream.isatty() else text) + end)
             self._stream.flush()
 
 

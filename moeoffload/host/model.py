@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import LoadStateDictConfig
@@ -148,13 +148,14 @@ def recommended_sampling(model: Any) -> dict[str, float]:
 def load_draft_model(folder: Path, model: Any) -> Any:
     """Loads the whole model in ``folder``, on the device and in the dtype of ``model``, as its draft model.
     Raises ModelError: it cannot be loaded, or has another vocabulary size."""
+    mine, options = model.config.get_text_config().vocab_size, {"trust_remote_code": False, "local_files_only": True}
     try:
-        draft = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=model.dtype, trust_remote_code=False, local_files_only=True
-        )
+        with quiet_transformers():
+            other = AutoConfig.from_pretrained(folder, **options).get_text_config().vocab_size
+            if mine == other:
+                draft = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype, **options)
     except Exception as error:  # as in `load_dense_model`
         raise ModelError(f"--draft: {folder}: transformers cannot load it: {_one_line(error)}") from error
-    mine, other = (each.config.get_text_config().vocab_size for each in (model, draft))
     if mine != other:
         raise ModelError(f"--draft: {folder} has a vocabulary of {other} tokens, the model one of {mine}")
     prepare_rollback(draft)

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.errors import SettingError
-from moeoffload.text import one_line
 
 MAX_BYTES: Final = 64 << 20
 
@@ -53,9 +52,10 @@ def read_routing_stats(path: Path, checkpoint: Checkpoint) -> list[list[int]]:
     try:
         with path.open("rb") as stream:
             data = RoutingStats.model_validate_json(stream.read(MAX_BYTES))
-    except (OSError, ValueError) as error:
-        what = one_line(str(error), 200)
-        raise SettingError(f"routing-stats: {path} is no file of `moeoffload profile` ({what})") from None
+    except OSError as error:
+        raise SettingError(f"routing-stats: {path} cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise SettingError(f"routing-stats: {path} is no file of `moeoffload profile`") from None
     digest, counts = data.model_digest, data.counts
     if digest != checkpoint.digest:
         raise SettingError(

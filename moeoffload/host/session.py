@@ -92,8 +92,12 @@ class OffloadedModel(Shown):
         revision: str | None,
         on_progress: OnProgress | None,
         spawned: Spawned | None = None,
+        needs_tokenizer: bool = False,
     ) -> None:
-        """``spawned`` are servers that the caller has started, and stops after this model is closed."""
+        """``spawned`` are servers that the caller has started, and stops after this model is closed.
+
+        With ``needs_tokenizer`` a checkpoint without one is refused.
+        """
         if reference.endswith(WEIGHTS_SUFFIX):
             reference = str(locate(reference))  # as servers are told
         self.reference = reference
@@ -110,6 +114,8 @@ class OffloadedModel(Shown):
         )
         out = PayloadDtype.from_label(settings.dtype, self.checkpoint.dtype)
         back = settings.dtype_back
+        if needs_tokenizer:
+            _ = self.tokenizer  # what it lacks is told before anything is loaded
         self._payloads = Payloads(out, out if back == "auto" else PayloadDtype[back.upper()])
         head = self._open_draft_head()
         with contextlib.ExitStack() as stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 
@@ -50,6 +51,8 @@ def bind_socket(settings: ServeSettings) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise SettingError(f"--bind: {settings.bind} is no address of this machine") from None
         raise SettingError(
             f"--port: cannot listen at {settings.bind}, port {settings.port} ({error.strerror}); give another --port, "
             "or 0 for a free one"

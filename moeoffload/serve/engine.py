@@ -42,6 +42,8 @@ class ServingEngine:
         most = getattr(offloaded.checkpoint.config.get_text_config(), "max_position_embeddings", None)
         room = self._batch.runner.n_pages * PAGE_TOKENS
         self.context_tokens = min(most or room, room)  # tokens that prompt and answer of one request may have together
+        if most and room < most:
+            logger.warning("a request has at most %d tokens instead of %d: kv-gib holds no more", room, most)
         self.sampling_defaults = recommended_sampling(offloaded.model)
         self.stats = ServingStats(CacheUse(total_tokens=room, total_bytes=self._batch.runner.total_bytes))
         self.n_vocabulary: int = offloaded.model.config.get_text_config().vocab_size

@@ -147,11 +147,14 @@ def test_what_cannot_be_taken_is_refused(offloaded: OffloadedModel) -> None:
             ask(engine, [5])
 
 
-def test_more_than_the_cache_holds_is_computed_all_the_same(offloaded: OffloadedModel) -> None:
+def test_more_than_the_cache_holds_is_computed_all_the_same(
+    offloaded: OffloadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
     """Requests that run out of room for keys and values are put back and start again; nobody notices."""
     wanted = held_out(offloaded, 12)
     with ServingEngine(offloaded, limits(kv_gib=0.0004, prefix_reuse=False)) as engine:
         assert engine.stats.cache.total_tokens < 12 * 60
+        assert "kv-gib holds no more" in caplog.text
         answers = [ask(engine, prompt, 60, ignore_eos=True) for prompt in wanted]
         assert {answer.finish for answer in answers} == {FinishReason.LENGTH}
     with ServingEngine(offloaded, limits()) as engine:
