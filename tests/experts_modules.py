@@ -83,6 +83,7 @@ PLAIN = {torch.bfloat16: Codes.BFLOAT16, torch.float16: Codes.FLOAT16, torch.flo
 
 FORMATS = (
     PackedFormat("fp8 blocks", Codes.FP8, Scales.F32, group=128, shared_rows=128),
+    PackedFormat("fp8 small blocks", Codes.FP8, Scales.F32, group=16, shared_rows=16),
     PackedFormat("fp8 channels", Codes.FP8, Scales.F32),
     PackedFormat("mxfp8", Codes.FP8, Scales.E8M0, group=32),
     *(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from conftest import DEMO, ROOT, demo_prompt, local_model
 
 from moeoffload import OffloadedModel, open_model
-from moeoffload.host.recorder import DeviceClock, Recorder
+from moeoffload.host.recorder import DECODE, PREFILL, DeviceClock, Recorder
 from moeoffload.wire import HEADER_BYTES
 
 
@@ -245,3 +246,17 @@ def test_each_thread_of_a_pipelined_prompt_has_events_of_its_own(monkeypatch: py
     with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(lambda: recorder.clock).result()
     assert recorder.clock is recorder.clock is not beside
+
+
+def test_counters_of_threads_that_have_ended_are_kept_together() -> None:
+    recorder = Recorder(1, 1, torch.device("cpu"))
+
+    def count() -> None:
+        recorder.counters.tokens += 1
+
+    for _ in range(50):
+        thread = threading.Thread(target=count)
+        thread.start()
+        thread.join()
+    assert sum(recorder.phases[name].tokens for name in (PREFILL, DECODE)) == 50
+    assert len(recorder._by_thread) == 1

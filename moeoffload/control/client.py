@@ -64,6 +64,8 @@ class ControlClient:
         try:
             look_s, refused_since = LOOK_S, None
             while (left_s := deadline - monotonic()) > 0:
+                if self._closed:
+                    raise ServerError(f"expert server {self.address}: the connection to it is closed")
                 with contextlib.suppress(grpc.FutureTimeoutError):
                     ready.result(timeout=min(look_s, left_s))
                     return

@@ -45,7 +45,9 @@ def pack_grouped(
     n_groups = -(-n_in // group)
     check_shape("scales", parts["scale"], n_groups, n_out)
     check_shape("zeros", parts["zeros"], n_groups, n_out // 8)
-    return Packing(int4_format(parts["scale"], group, with_zeros=with_zeros), shape, sections)
+    check_groups(parts["scale"], group)
+    form = int4_format(parts["scale"], 0 if group == n_in else group, with_zeros=with_zeros)  # 0: one for a row
+    return Packing(form, shape, sections)
 
 
 def check_order(parts: Parts, group: int) -> None:

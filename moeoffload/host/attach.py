@@ -85,10 +85,12 @@ def connect(
     timeout_s: float,
     credentials: HostCredentials | None = None,
     refused_s: float | None = None,
+    client: ControlClient | None = None,
 ) -> Candidate:
-    """Connects to the server at ``address`` and asks what it offers for this model; ``refused_s`` as in
-    `ControlClient.connect`. Raises ServerError: it cannot be reached, or speaks another protocol version."""
-    client = ControlClient(address, credentials)
+    """Connects to the server at ``address``, with a new ``client`` unless one is given, and asks what it offers for
+    this model; ``refused_s`` as in `ControlClient.connect`.
+    Raises ServerError: it cannot be reached, or speaks another protocol version."""
+    client = client or ControlClient(address, credentials)
     try:
         client.connect(timeout_s, refused_s)
         return Candidate(address, credentials, client, describe(client, checkpoint, timeout_s))

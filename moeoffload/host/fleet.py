@@ -187,14 +187,15 @@ class Fleet:
 
     def _attach(self, server: Candidate, table: ExpertTable, kernel: str, timeout_s: float) -> ExpertLink:
         """Connects to a server once more and opens a link; closing the fleet aborts it."""
-        candidate = connect(server.address, self._plan.checkpoint, timeout_s, server.credentials)
-        self._opening.add(candidate.client)
+        client = ControlClient(server.address, server.credentials)
+        self._opening.add(client)
         try:
             if self._stopping.is_set():
-                candidate.client.close()
+                client.close()
+            candidate = connect(server.address, self._plan.checkpoint, timeout_s, server.credentials, client=client)
             return attach(candidate, table, self._plan, kernel=kernel, timeout_s=timeout_s)
         finally:
-            self._opening.discard(candidate.client)
+            self._opening.discard(client)
 
     def _batch_bytes(self, candidate: Candidate) -> int:
         checkpoint, settings = self._plan.checkpoint, self._plan.settings

@@ -119,6 +119,11 @@ def add_counters(total: _Figures, part: _Figures) -> None:
             setattr(total, each.name, known + more)
 
 
+def _add_phases(total: dict[str, PhaseCounters], part: dict[str, PhaseCounters]) -> None:
+    for name, counters in part.items():
+        add_counters(total[name], counters)
+
+
 class Clock:
     """Watches one call of a layer's routed experts after the other, for one thread: when is the dense work done?
 
@@ -179,15 +184,6 @@ class GuessCounts:
     tokens: int = 0
 
 
-@dataclass(slots=True)
-class TokenTotals:
-    """Tokens of prompts that were computed, and tokens of answers, where forward passes do not tell: where one of them
-    has packed requests or guesses. Else both are 0."""
-
-    prompt: int = 0
-    completion: int = 0
-
-
 class _Thread(threading.local):
     """What one thread runs: its counters of each phase, its clock, and when its last forward pass began and ended.
 
@@ -217,6 +213,7 @@ class Recorder:
         self.n_layers = n_layers
         self.profile = profile
         self._device = device
+        self._lock = threading.Lock()
         self._listened_until = math.inf if profile else 0.0
         self._listened = profile
         """Whether somebody listens to the running forward pass; else no device is asked when it was done."""
@@ -225,8 +222,10 @@ class Recorder:
     def reset(self) -> None:
         """Starts again from zero. Not while a forward pass runs."""
         self.own = _Thread(self._device)
-        self._all: list[dict[str, PhaseCounters]] = []
-        self.tokens = TokenTotals()
+        self._ended = {name: self._new_counters() for name in PHASES}  # of threads that have ended
+        self._by_thread: dict[threading.Thread, dict[str, PhaseCounters]] = {}
+        # Tokens computed of prompts and of answers, if passes have packed requests or guesses and do not tell; else 0.
+        self.prompt_tokens = self.completion_tokens = 0
         self.guesses = GuessCounts()
 
     @property
@@ -235,7 +234,10 @@ class Recorder:
         own = self.own
         if not own.phases:
             own.phases = {name: self._new_counters() for name in PHASES}
-            self._all.append(own.phases)
+            with self._lock:
+                for thread in [thread for thread in self._by_thread if not thread.is_alive()]:
+                    _add_phases(self._ended, self._by_thread.pop(thread))
+                self._by_thread[threading.current_thread()] = own.phases
         return own.phases[own.phase]
 
     @property
@@ -247,9 +249,9 @@ class Recorder:
     def phases(self) -> dict[str, PhaseCounters]:
         """The counters of each phase, over all threads."""
         total = {name: self._new_counters() for name in PHASES}
-        for own in list(self._all):
-            for name, counters in own.items():
-                add_counters(total[name], counters)
+        with self._lock:
+            for phases in (self._ended, *self._by_thread.values()):
+                _add_phases(total, phases)
         return total
 
     def count_verified(self, guessed: int, right: int, tokens: int) -> None:

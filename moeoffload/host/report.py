@@ -24,7 +24,6 @@ from moeoffload.host.recorder import (
     GuessCounts,
     PhaseCounters,
     Recorder,
-    TokenTotals,
     add_counters,
 )
 from moeoffload.payload import Payloads
@@ -129,11 +128,10 @@ class Report(Shown):
         phases = {name: _phase(phase) for name, phase in totals.items()}
         layers = {name: [asdict(times) for times in phase.layers] for name, phase in totals.items()}
         prefill, decode = totals[PREFILL], totals[DECODE]
-        told = recorder.tokens
-        if not told.prompt:
-            told = TokenTotals(prefill.tokens, prefill.sequences + decode.tokens)
+        tokens = recorder.prompt_tokens, recorder.completion_tokens
+        if not recorder.prompt_tokens:
+            tokens = prefill.tokens, prefill.sequences + decode.tokens
         guesses = _guesses(recorder.guesses, sum(phase["calls"] for phase in phases.values()))
-        tokens = told.prompt, told.completion
         return cls(model, run, *tokens, phases, servers, recovery, guesses, layers if recorder.profile else None)
 
     def to_json(self) -> dict[str, Any]:

@@ -270,7 +270,7 @@ class VerifiedGeneration:
     ) -> torch.Tensor:
         """Returns (1, n) int64, the prompt and the answer."""
         cache = model_kwargs["past_key_values"]
-        self._recorder.tokens.prompt += input_ids.shape[1] - cache.get_seq_length()
+        self._recorder.prompt_tokens += input_ids.shape[1] - cache.get_seq_length()
         with contextlib.ExitStack() as stack:
             hidden = stack.enter_context(hidden_states_of(model)) if self._drafter.wants_hidden else []
             guesses: list[int] = []
@@ -295,7 +295,7 @@ class VerifiedGeneration:
                     is_over = bool(stopping_criteria(input_ids, None).all())
                     if is_over or int(token) != guess:
                         break
-                self._recorder.tokens.completion += n_new
+                self._recorder.completion_tokens += n_new
                 self._recorder.count_verified(len(guesses), n_new - 1, n_new)
                 if n_passes:
                     roll_back(cache, 1 + len(guesses) - n_new)

@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from moeoffload.formats import Codes, Offsets, PackedFormat, PackedWeights, Scales
-from moeoffload.formats.packed_format import PLAIN_CODES, SUPER_GROUP
+from moeoffload.formats import Codes, PackedFormat, PackedWeights
+from moeoffload.formats.packed_format import PLAIN_CODES
 from moeoffload.formats.tiles import integer_levels, multiplies_tiles
 from moeoffload.kernels import calls
 from moeoffload.kernels.calls import COMPUTE_DTYPES, Matrix
@@ -20,7 +20,6 @@ from moeoffload.kernels.calls import COMPUTE_DTYPES, Matrix
 Weights = torch.Tensor | tuple[PackedWeights, ...]
 """Weights of all experts: a parameter, or one or two packed parts, whose rows follow each other."""
 
-_LEAST_GROUP: Final = 16
 # One more than the kind of tiles.h for these codes (0: no tiles), and the code of the value 0.
 _KINDS: Final = {Codes.INT8: 1, Codes.LEVELS4: 3, Codes.UINT5: 4, Codes.INT6: 5, Codes.FP8: 6}
 _UINT4: Final = 2
@@ -124,21 +123,7 @@ def why_not_packed(parts: tuple[PackedWeights, ...]) -> str | None:
 
 
 def _why_not_format(form: PackedFormat) -> str | None:
-    group, is_plain = form.group, form.codes in PLAIN_CODES
-    if is_plain != (form.scales is Scales.NONE) or (form.codes is Codes.LEVELS4) != (form.levels is not None):
-        return f"{form.name}: {form.codes.name} codes with {form.scales.name} scales"
-    if group and (group < _LEAST_GROUP or group & (group - 1)):
-        return f"{form.name}: groups of {group} weights"
-    if form.scales is Scales.SUPER and not _LEAST_GROUP <= group <= SUPER_GROUP:
-        return f"{form.name}: groups of {group} weights with two scales"
-    if form.offsets is not Offsets.NONE and (
-        form.codes is Codes.FP8
-        or is_plain
-        or form.shared_rows > 1
-        or (form.offsets is Offsets.MIN) != (form.scales is Scales.SUPER)
-    ):
-        return f"{form.name}: offsets {form.offsets.name}"
-    return None
+    return f"{form.name}: groups of {form.group} weights" if form.group & (form.group - 1) else None
 
 
 class KernelMatrix:
@@ -162,7 +147,7 @@ class KernelMatrix:
         n_experts, _, n_in = first.shape
         self.shape = torch.Size((n_experts, sum(part.shape[1] for part in weights), n_in))
         self.nbytes = sum(part.nbytes for part in weights)
-        if any(part.shape[0] != n_experts or part.n_in != n_in or not _is_whole(part) for part in weights):
+        if any(part.shape[0] != n_experts or part.n_in != n_in for part in weights):
             raise ValueError(f"packed weights {[tuple(part.shape) for part in weights]} are not parts of one matrix")
         if (
             len(weights) == 1
@@ -186,15 +171,6 @@ def section_starts(part: PackedWeights) -> tuple[int, int, int, int, int]:
     names = ("high", "factors", "min_factors", "scales", "offsets")
     high, factors, min_factors, scales, offsets = (places[name].start if name in places else 0 for name in names)
     return high, factors, min_factors, scales, offsets
-
-
-def _is_whole(part: PackedWeights) -> bool:
-    form, (n_experts, n_out, n_in) = part.format, part.shape
-    whole = part.data.shape[2] == form.row_bytes(n_in) and part.data.is_contiguous()
-    if form.shared_rows == 1:
-        return whole
-    shape = n_experts, -(-n_out // form.shared_rows), form.n_groups(n_in)
-    return whole and part.scales is not None and part.scales.shape == shape and part.scales.is_contiguous()
 
 
 def describe(part: PackedWeights) -> Matrix:

@@ -210,7 +210,7 @@ class ServingEngine:
             request = share.sequence
             if request.reused is None:
                 request.reused = share.past
-                self._offloaded.recorder.tokens.prompt += request.n_prompt - share.past
+                self._offloaded.recorder.prompt_tokens += request.n_prompt - share.past
                 self.stats.tokens.reused += share.past
             if reason := request.sampler.error:
                 self._end(request, Progress(finish=FinishReason.ERROR, error=PromptError(reason)))
@@ -253,7 +253,7 @@ class ServingEngine:
             return
         request.n_told += 1
         self.stats.tokens.completion += 1
-        self._offloaded.recorder.tokens.completion += 1
+        self._offloaded.recorder.completion_tokens += 1
         if request.n_told == 1:
             self.stats.first_token_s.add(now - request.submitted)
         else:

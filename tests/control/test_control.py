@@ -7,6 +7,7 @@ import queue
 import runpy
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -362,3 +363,12 @@ def test_after_all_of_this_the_server_still_serves(server: RunningServer) -> Non
     with open_model(DEMO, experts=[server.address], threads=1) as model:
         assert torch.isfinite(next_logits(model)).all()
     assert "Traceback" not in server.log_text
+
+
+def test_closing_a_client_ends_its_wait_for_a_server() -> None:
+    client = ControlClient("127.0.0.1:1")  # where nobody listens
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(client.connect, 10 * STEP_TIMEOUT_S)
+        client.close()
+        with pytest.raises(ServerError, match="is closed"):
+            connecting.result(STEP_TIMEOUT_S)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from synthetic import TINY_FAMILIES, tiny_config
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 from moeoffload.formats.quantise import FORMATS, quantise
@@ -24,11 +24,11 @@ USUAL = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "granitemoe",
 
 
 def both(
-    family: str, dtype: torch.dtype = torch.bfloat16, change: Callable[[Any], None] = lambda model: None
+    family: Any, dtype: torch.dtype = torch.bfloat16, change: Callable[[Any], None] = lambda model: None
 ) -> tuple[Any, Any]:
-    """The same random model twice, accelerated; the second one computes projections separately."""
+    """The same random model of a family or config twice, accelerated; the second computes projections separately."""
     torch.manual_seed(0)
-    config = tiny_config(family)
+    config = tiny_config(family) if isinstance(family, str) else family
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
@@ -227,3 +227,14 @@ def test_whatever_is_done_to_the_layers_counts() -> None:
     assert_same(ours, theirs)
     assert_same(copy.deepcopy(ours), copy.deepcopy(theirs))
     assert isinstance(attentions(ours)[0].fused_layers, AttentionLayers)
+
+
+def test_a_first_token_at_position_0_which_no_rotary_embedding_turns_misleads_nobody() -> None:
+    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    config = CONFIG_MAPPING["cohere2_moe"](**sizes, pad_token_id=0)  # turns neighbours together, and some layers none
+    ours, theirs = both(config)
+    ids = torch.randint(5, 90, (1, 12), generator=torch.manual_seed(1))
+    with torch.inference_mode():
+        ours(ids[:, :1])
+        assert torch.equal(ours(ids).logits, theirs(ids).logits)

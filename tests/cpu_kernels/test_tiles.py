@@ -10,6 +10,8 @@ from experts_modules import FORMATS, pack_experts, random_packed, unpacked
 
 from moeoffload import native
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights
+from moeoffload.formats.quantise import FORMATS as FORMATS_AT_LOAD
+from moeoffload.formats.quantise import quantise
 from moeoffload.formats.tiles import TILE_ROWS, can_tile, rows_of, write_tiles
 from moeoffload.kernels import KernelInput, LayerKernels
 from moeoffload.kernels.dense import PackedLinear
@@ -231,3 +233,12 @@ def test_wide_rows_stay_exact_beside_an_outlier() -> None:
     result = PackedLinear(packed)(x).double()
     exact = x.double() @ weight.T
     assert (result - exact).abs().max() <= 2**-8 * exact.abs().max()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_lone_activation_just_below_a_power_of_two_is_exact(name: str) -> None:
+    packed = quantise(torch.eye(16, 256, dtype=torch.float16)[None], FORMATS_AT_LOAD[name])[0]
+    x = torch.zeros(1, 256, dtype=torch.float16)
+    x[0, 0] = 1.9990234375
+    exact = x.double() @ packed.unpack(torch.float64)[0].T
+    assert (PackedLinear(packed)(x).double() - exact).abs().max() <= 2**-11 * exact.max()

@@ -51,8 +51,7 @@ INLINE void NAME(products)(const int n_w, const int n_x, const int half, const i
             for (int w = 0; w < n_w; w++) some[w] = LOAD(weights[w] + at, half + i);
 #pragma GCC unroll 8
             for (int x = 0; x < n_x; x++) {
-                VALUES operand = GET(operands[x] + at, half + i);
-                if (n_w > 1) KEEP_IN_REGISTER(operand);
+                const VALUES operand = GET(operands[x] + at, half + i);
 #pragma GCC unroll 4
                 for (int w = 0; w < n_w; w++) acc[w][x][i] = ADD_PRODUCT(acc[w][x][i], some[w], operand);
             }

@@ -19,14 +19,6 @@ enum { TILE_WEIGHTS = 4, HALVES = 1 };
 enum { TILE_WEIGHTS = 2, HALVES = 2 };
 #endif
 
-// Makes the compiler load a value that is used in several products once, not with each product, where there are enough
-// registers.
-#if LANES == 16
-#define KEEP_IN_REGISTER(values) __asm__("" : "+v"(values))
-#else
-#define KEEP_IN_REGISTER(values) ((void)0)
-#endif
-
 typedef vec SUMS[TILE_ROWS];
 
 // fold_set folds four vectors of sums into one vector; `join` completes the sums of operand x from the LANES / 4 such

@@ -293,7 +293,7 @@ INLINE void prepare_blocks(const void *row, int64_t type, Block *blocks, int64_t
         most = (raw & 0x7FFFFFFF) > most ? raw & 0x7FFFFFFF : most;
     }
     // The largest integer has 15 bits and a sign.
-    const int exponent = (int)at_least(most >> 23, 32) - 127 - 14;
+    const int exponent = (int)at_least((most + 0x10200) >> 23, 32) - 127 - 14;
     const bool is_finite = most < 0x7F800000;
     const float inverse = is_finite ? exp2_of(-exponent) : 0.0f;
     blocks->scale = is_finite ? exp2_of(exponent) : (float)NAN;

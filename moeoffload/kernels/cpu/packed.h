@@ -28,9 +28,7 @@ typedef struct {
 } Matrix;
 
 // Scales of the groups of a segment of a row. `offset` is subtracted before (OFFSETS_ZERO) or after (OFFSETS_MIN) the
-// product with the scale. For SCALES_E8M0 without offsets its bits are the scale's exponent (without bias) at
-// bfloat16's place of the exponent, in both 16-bit halves, so that adding it to bfloat16 words multiplies them by the
-// scale. `is_wild`: products may lie outside the range of normal bfloat16 numbers.
+// product with the scale. `is_wild`: products may lie outside the range of normal bfloat16 numbers.
 typedef struct {
     float scale[SEGMENT_GROUPS], offset[SEGMENT_GROUPS];
     bool is_wild;

@@ -86,8 +86,6 @@ INLINE void read_some_scales(const int kind, const Matrix *m, const char *data, 
             const bits raw = bytes_at(scales + at, count);
             scale = powers_of(raw);
             tame &= (ints)(raw - 64 < 128) | (LANE_NUMBERS >= (int32_t)at_most(count, LANES));
-            const bits power = raw - 127;
-            if (m->offsets == OFFSETS_NONE) store(s->offset + i, (vec)((power << 7 & 0xFFFF) | power << 23), F32);
         } else {
             const int type = kind == SCALES_F32 ? F32 : kind == SCALES_F16 ? F16 : BF16;
             scale = load_some(scales + at * bytes_of(type), count, type);

@@ -3,16 +3,14 @@
 // If the includer defines WORDS (which rounds two vectors of floats to a vector of 32 16-bit elements), AVX-512 unpacks
 // by tables: the levels times a group's scale are rounded once, and codes are looked up in this table. Of FP8 in
 // bfloat16 only the lower five bits are looked up; the upper two bits of the exponent are added to the exponents, which
-// is exact, and so is a scale that is a power of two. Without WORDS codes become floats, which are scaled and rounded.
+// is exact. Without WORDS codes become floats, which are scaled and rounded.
 
 // What all rows of a span share: the groups of its four runs of 16 weights, counted from the first group of the
-// segment; the levels in which codes are looked up, before scaling, as floats (`low`, `high`) and as elements
-// (`words`).
+// segment; the levels in which codes are looked up, before scaling (`low`, `high`).
 typedef struct {
     int64_t group[4];
 #ifdef WORDS
     vec low, high;
-    __m512i words;
 #endif
 } NAME(Span);
 
@@ -49,7 +47,7 @@ INLINE void NAME(unpack_floats)(const int codes, const int offsets, const bool i
 
 #ifdef WORDS
 // Unpacks a span of SPAN weights of one row by tables; returns false if that cannot handle its codes (FP8 NaN).
-INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_power, const Matrix *m, const uint8_t *code,
+INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const Matrix *m, const uint8_t *code,
                               const uint8_t *high, const NAME(Span) *g, const Scales *s, ELEMENT *out) {
     const __m512i low_nibbles = _mm512_set1_epi32(0x000F000F), sixteen = _mm512_set1_epi16(16);
 #define SCALED(values, i) NAME(scaled)(offsets, values, s, g->group[i])
@@ -99,14 +97,13 @@ INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_
         const __m512i raw = _mm512_loadu_si512(code), twice = _mm512_add_epi8(raw, raw);
         const __mmask64 odd = _mm512_cmpgt_epu8_mask(_mm512_sub_epi8(twice, _mm512_set1_epi8(0x10)), _mm512_set1_epi8((char)0xEC));
         if (odd && _mm512_cmpeq_epi8_mask(twice, _mm512_set1_epi8((char)0xFE))) return false;
-        __m512i table = is_power ? g->words : WORDS(SCALED(g->low, 0), SCALED(g->high, 0));
+        __m512i table = WORDS(SCALED(g->low, 0), SCALED(g->high, 0));
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
             const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(code + 32 * half)));
             const __m512i rest = _mm512_and_si512(_mm512_slli_epi16(wide, 4), _mm512_set1_epi16((short)0x8600));
-            if (half && !is_power && g->group[2] != g->group[0]) table = WORDS(SCALED(g->low, 2), SCALED(g->high, 2));
+            if (half && g->group[2] != g->group[0]) table = WORDS(SCALED(g->low, 2), SCALED(g->high, 2));
             __m512i words = _mm512_add_epi16(_mm512_permutexvar_epi16(wide, table), rest);
-            if (is_power) words = _mm512_add_epi16(words, _mm512_set1_epi32(((const int32_t *)s->offset)[g->group[2 * half]]));
             if (__builtin_expect((uint32_t)(odd >> 32 * half), 0)) {
                 const vec small = __builtin_convertvector(LANE_NUMBERS, vec) * 0x1p-9f;
                 const __m512i few = _mm512_permutexvar_epi16(wide, WORDS(SCALED(small, 2 * half), small));
@@ -127,7 +124,6 @@ INLINE NAME(Span) NAME(tables_of)(const int codes, const Matrix *m) {
     NAME(Span) span;
     span.low = codes == CODES_LEVELS4 ? load(m->levels, F32) : codes == CODES_FP8 ? fp8_values(0) : numbers;
     span.high = codes == CODES_LEVELS4 ? span.low : codes == CODES_FP8 ? fp8_values(16) : numbers + 16.0f;
-    span.words = WORDS(span.low, span.high);
     return span;
 }
 #endif
@@ -158,13 +154,13 @@ static TARGET __attribute__((noinline)) void NAME(any_spans)(const Matrix *m, co
 }
 
 // As any_spans, but faster as long as possible, and prefetches `ahead`.
-INLINE void NAME(spans)(const int codes, const int offsets, const bool is_power, const Matrix *m, const uint8_t *row,
+INLINE void NAME(spans)(const int codes, const int offsets, const Matrix *m, const uint8_t *row,
                         int64_t from, int64_t to, const Scales *s, ELEMENT *out, Ahead *ahead) {
     bool is_fast = !s->is_wild;
 #ifdef WORDS
     NAME(Span) span = NAME(tables_of)(codes, m);
     // Two groups would meet in a vector of codes that are looked up in one table.
-    if (codes == CODES_LEVELS4 || codes == CODES_UINT5) is_fast &= m->shift >= 5;
+    if (codes != CODES_INT8 && codes != CODES_INT6) is_fast &= m->shift >= 5;
 #else
     NAME(Span) span;
 #endif
@@ -176,7 +172,7 @@ INLINE void NAME(spans)(const int codes, const int offsets, const bool is_power,
         __builtin_prefetch((const char *)code + 64, 0, 3);
         ahead->at += ahead->step;
 #ifdef WORDS
-        if (!NAME(unpack_fast)(codes, offsets, is_power, m, code, high, &span, s, out)) break;
+        if (!NAME(unpack_fast)(codes, offsets, m, code, high, &span, s, out)) break;
 #else
         NAME(unpack_floats)(codes, offsets, true, m, code, high, &span, s, out);
 #endif
@@ -189,13 +185,11 @@ INLINE void NAME(spans)(const int codes, const int offsets, const bool is_power,
 INLINE void NAME(unpack_row)(const int codes, const Matrix *m, const uint8_t *row, int64_t from, int64_t to, const Scales *s,
                              ELEMENT *out, Ahead *ahead) {
     if (codes != CODES_FP8 && m->offsets == OFFSETS_ZERO)
-        NAME(spans)(codes, OFFSETS_ZERO, false, m, row, from, to, s, out, ahead);
+        NAME(spans)(codes, OFFSETS_ZERO, m, row, from, to, s, out, ahead);
     else if (codes != CODES_FP8 && m->offsets == OFFSETS_MIN)
-        NAME(spans)(codes, OFFSETS_MIN, false, m, row, from, to, s, out, ahead);
-    else if (codes == CODES_FP8 && TYPE == BF16 && m->scales == SCALES_E8M0)
-        NAME(spans)(codes, OFFSETS_NONE, true, m, row, from, to, s, out, ahead);
+        NAME(spans)(codes, OFFSETS_MIN, m, row, from, to, s, out, ahead);
     else
-        NAME(spans)(codes, OFFSETS_NONE, false, m, row, from, to, s, out, ahead);
+        NAME(spans)(codes, OFFSETS_NONE, m, row, from, to, s, out, ahead);
 }
 
 // Unpacks columns from..to of n_rows rows; see `unpack` of Kernels.
