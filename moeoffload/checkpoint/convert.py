@@ -290,6 +290,10 @@ def _check_experts(target: str, pattern: str, weights: Sequence[StoredWeight], n
             raise ModelError(f"{target}: {weight.name} has shape {weight.shape}, {first.name} has {first.shape}")
         if (weight.packing and weight.packing.packed) != (first.packing and first.packing.packed):
             raise ModelError(f"{target}: {weight.name} and {first.name} are stored in different formats")
+        if weight.packing is None and weight.plain.dtype != first.plain.dtype:
+            raise ModelError(
+                f"{target}: {weight.name} is stored as {weight.plain.dtype}, {first.name} in another dtype"
+            )
 
 
 def _check_operations(target: str, operations: Sequence[Any]) -> None:

@@ -94,8 +94,8 @@ def _compare(gguf: GgufFile, config: Any, where: str) -> None:
     if not all(type(number) is int for number in n_layers):
         raise ModelError(f"{gguf.files[0]}: its metadata has no {prefix}.block_count")
     for what, here, there in (
-        ("layers", n_layers[0] - n_layers[1], config.num_hidden_layers),
-        ("hidden size", gguf.metadata.get(f"{prefix}.embedding_length"), config.hidden_size),
+        ("layers", n_layers[0] - n_layers[1], getattr(config, "num_hidden_layers", None)),
+        ("hidden size", gguf.metadata.get(f"{prefix}.embedding_length"), getattr(config, "hidden_size", None)),
         (
             "experts for each row",
             gguf.metadata.get(f"{prefix}.expert_used_count"),

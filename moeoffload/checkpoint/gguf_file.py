@@ -131,7 +131,7 @@ class _Header:
         for _ in range(n_values):
             key = self._text()
             metadata[key] = self._value(self._unpack("<I")[0])
-        if not isinstance(metadata.get("general.architecture", "" if "split.no" in metadata else None), str):
+        if not isinstance(metadata.get("general.architecture", "" if metadata.get("split.no") else None), str):
             raise ModelError(f"{self._file}: damaged: does not say of what architecture it is")
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):

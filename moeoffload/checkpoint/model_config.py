@@ -17,7 +17,7 @@ from moeoffload.formats.methods import file_formats
 from moeoffload.text import first_line, one_line
 
 CONFIG_FILE = "config.json"
-_COUNT = re.compile(r"(\w+_)?(num|n)_(\w*_)?(layers?|experts?|heads?|groups?)")
+_COUNT = re.compile(r"(\w+_)?(num|n)_(\w*_)?(layers?|experts?|heads?|groups?)|(\w+_)?depth|(en|de)coder_layers")
 _MAX_COUNT = 32_767
 _CONFIG_BYTES = 4 << 20
 MAX_CONFIG_TEXT = 1 << 18  # characters of a config that a host sends
@@ -36,7 +36,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG_FILE).is_file():
         raise ModelError(f"{folder}: has no {CONFIG_FILE}; needed is a folder in the transformers format")
     read_json(folder / CONFIG_FILE, _CONFIG_BYTES)  # refuses what is not JSON or not a file, in one line
-    values, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)  # reads transformers' infinities, too
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(
+            folder, local_files_only=True
+        )  # reads transformers' infinities, too
+    except Exception as error:  # of any type, for versions of the file that it may name
+        raise ModelError(f"{folder / CONFIG_FILE}: not valid: {one_line(first_line(error), 200)}") from error
     same_as = _SAME_AS.get(str(values.get("model_type")))
     return values if same_as is None else values | {"model_type": same_as}
 
@@ -117,14 +122,18 @@ def refuse_empty_claims(config: Any, index: TensorIndex) -> None:
             )
 
 
-def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _sections(config: dict[str, Any], depth: int = 3) -> Iterator[dict[str, Any]]:
     """Yields the config itself and its nested sections (text, vision, quantisation)."""
     yield config
-    yield from (value for value in config.values() if isinstance(value, dict))
+    for value in config.values() if depth else ():
+        if isinstance(value, dict):
+            yield from _sections(value, depth - 1)
 
 
 def _is_count(key: str, value: object, of: str = "") -> bool:
-    return isinstance(value, int | float) and of in key and _COUNT.fullmatch(key) is not None
+    if not isinstance(key, str) or not isinstance(value, int | float) or _COUNT.fullmatch(key) is None:
+        return False
+    return of in key or (of == "layer" and key.endswith("depth"))
 
 
 def quantisation(values: dict[str, Any], where: Path) -> tuple[dict[str, Any], tuple[FileFormat, ...]]:

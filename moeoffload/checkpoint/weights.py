@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import EllipsisType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -16,6 +16,8 @@ from moeoffload.checkpoint.tensors import DTYPES, StoredTensor, TensorIndex, Ten
 from moeoffload.errors import ModelError
 from moeoffload.formats import PackedWeights
 from moeoffload.formats.file_format import SHARED, FileFormat, Packing
+
+_MAX_GROUP: Final = 1 << 20  # weights or rows that share a scale: kernels count them in 64 bits
 
 
 @dataclass(frozen=True)
@@ -178,4 +180,6 @@ def _pack(
         raise ModelError(f"{main.name}: {error}") from error
     if len(packing.shape) not in (2, 3):
         raise ModelError(f"{main.name}: has shape {main.shape}, needed is one matrix, or one for each expert")
+    if max(packing.packed.group, packing.packed.shared_rows) > _MAX_GROUP:
+        raise ModelError(f"{main.name}: its groups are larger than {_MAX_GROUP}")
     return packing

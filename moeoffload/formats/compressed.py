@@ -15,7 +15,7 @@ import torch
 from moeoffload.formats import fp8, mxfp4
 from moeoffload.formats.conversion import convert, split_zeros
 from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes, check_shape, codes_and_scales
-from moeoffload.formats.int4 import check_groups, check_order, int4_format
+from moeoffload.formats.int4 import check_groups, check_order, check_zeros, int4_format
 from moeoffload.formats.packed import Codes, PackedFormat
 
 _LAYOUTS: Final = (
@@ -35,6 +35,8 @@ def check(settings: Mapping[str, Any]) -> None:
     groups = list(groups.values()) if isinstance(groups, dict) else []
     if not groups or not all(isinstance(group, dict) and isinstance(group.get("weights"), dict) for group in groups):
         raise ValueError("compressed-tensors without config_groups for weights")
+    if settings.get("transform_config"):
+        raise ValueError("compressed-tensors with transform_config: weights that belong to rotated activations")
     for group in groups:
         layout = group.get("format") or settings.get("format")
         if layout not in _LAYOUTS:
@@ -58,7 +60,7 @@ def _pack_int(parts: Parts, settings: Mapping[str, Any]) -> Packing:
             return Packing(_int8_format(parts, size), shape, codes_and_scales if is_int8 else _offset_bytes)
         form = int4_format(parts["scale"], size, with_zeros="zeros" in parts)
         if "zeros" in parts:
-            check_shape("zero point", parts["zeros"], *lead, -(-n_out * n_bits // 32), n_groups)
+            check_zeros(parts["zeros"], *lead, -(-n_out * n_bits // 32), n_groups)
         return Packing(form, shape, _nibble_words)
     raise ValueError(
         f"its codes {tuple(parts['weight'].shape)} and scales {tuple(parts['scale'].shape)} fit no group of the config "
@@ -95,7 +97,7 @@ def _int8_format(parts: Parts, size: int) -> PackedFormat:
 
 def _check_words(parts: Parts, per_word: int) -> None:
     shape = len(parts["weight"]), per_word * parts["weight"].shape[1]
-    if "shape" in parts and tuple(parts["shape"].tolist()) != shape:
+    if "shape" in parts and tuple(parts["shape"].flatten().tolist()) != shape:
         raise ValueError(f"its weight_shape is {parts['shape'].tolist()}, its words hold {list(shape)}")
     check_order(parts, shape[1] // parts["scale"].shape[1])
 

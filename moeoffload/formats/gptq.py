@@ -42,6 +42,8 @@ def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
     """Returns how a weight in this module's layout is packed; with ``sym`` all zeros are 8 and are not kept.
     Raises ValueError, in one line, if parts do not fit."""
     n_in, n_out = 8 * parts["weight"].shape[0], parts["weight"].shape[1]
+    if n_out % 8:
+        raise ValueError(f"it has {n_out} rows, needed is a multiple of 8")
     size = settings.get("group_size", 128)
     is_symmetric = settings.get("sym") is True
     less = _SMALLER_BY[_version(settings)]

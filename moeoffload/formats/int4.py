@@ -44,10 +44,17 @@ def pack_grouped(
         raise ValueError(f"group_size is {str(size)[:20]}")
     n_groups = -(-n_in // group)
     check_shape("scales", parts["scale"], n_groups, n_out)
-    check_shape("zeros", parts["zeros"], n_groups, n_out // 8)
+    check_zeros(parts["zeros"], n_groups, n_out // 8)
     check_groups(parts["scale"], group)
     form = int4_format(parts["scale"], 0 if group == n_in else group, with_zeros=with_zeros)  # 0: one for a row
     return Packing(form, shape, sections)
+
+
+def check_zeros(zeros: torch.Tensor, *wanted: int) -> None:
+    """Raises ValueError unless words of zeros are int32 and their last dimensions are ``wanted``."""
+    check_shape("zeros", zeros, *wanted)
+    if zeros.dtype is not torch.int32:
+        raise ValueError(f"its zeros are stored as {zeros.dtype}")
 
 
 def check_order(parts: Parts, group: int) -> None:

@@ -25,7 +25,7 @@ def pack_bytes(parts: Parts, settings: Mapping[str, Any]) -> Packing:
     """Returns how bytes (..., out, in / 2) and scales (..., out, in / 32) are packed."""
     *lead, n_out, n_bytes = parts["weight"].shape
     _check_dtype(parts["scale"])
-    check_shape("scale", parts["scale"], *lead, n_out, n_bytes // 16)
+    check_shape("scale", parts["scale"], *lead, n_out, -(-n_bytes // 16))
     return Packing(FORMAT, (*lead, n_out, 2 * n_bytes), codes_and_scales)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from synthetic import Quantised
+from synthetic import Quantised, write_tiny
 from synthetic.unpacked import unpacked_model
 
 from moeoffload.checkpoint import Checkpoint
@@ -95,6 +95,12 @@ DENSE = "model.layers.0.self_attn.o_proj"
         (Quantised.FP8, "weight_scale_inv", lambda scale: scale.to(torch.int32), r"weight: its scale is stored as"),
         (Quantised.FP8, "weight", lambda weight: weight.flatten(), r"weight: has shape \(\d+,\), needed is one matrix"),
         (Quantised.INT4, "weight_scale", None, r"weight_packed: is stored as I32, and has no scale"),
+        (
+            Quantised.GPTQ,
+            "qzeros",
+            lambda zeros: zeros.to(torch.uint8),
+            r"qweight: its zeros are stored as torch.uint8",
+        ),
         (Quantised.INT4, "weight_scale", lambda scale: scale[:, :-1], r"weight_packed: .* fit no group"),
         (Quantised.MXFP4, "weight_scale", lambda scale: scale[:, :-1], r"weight_packed: its scale has shape"),
         (Quantised.GPTQ, "qzeros", None, r"qweight: is stored as I32, and has no zeros"),
@@ -157,6 +163,8 @@ def test_values_that_do_not_fit_are_refused_when_they_are_read(
         (Quantised.INT4, {"config_groups": {"group_0": {"weights": {}, "format": "nvfp4-pack-quantized"}}}, r"nvfp4"),
         (Quantised.FP8, {"weight_block_size": [128, "x"]}, r"weight: weight_block_size is \[128, 'x'\]"),
         (Quantised.FP8, {"weight_block_size": [128, 100]}, r"weight_block_size is 128 x 100"),
+        (Quantised.FP8, {"weight_block_size": [128, 2**63]}, r"its groups are larger than"),
+        (Quantised.INT4, {"transform_config": {"config_groups": {"a": {}}}}, r"transform_config"),
         (Quantised.FP8, {"quant_method": "quark"}, r"\(quark; known are awq, compressed-tensors, fp8, gptq, mxfp4"),
     ],
 )
@@ -351,3 +359,10 @@ def test_without_the_library_the_same_is_read(case: Case, tmp_path: Path, monkey
     for name in ("gate_up_proj", "down_proj"):
         for ours, theirs in zip(getattr(by_torch, name), getattr(by_library, name), strict=True):
             assert torch.equal(ours.data, theirs.data)
+
+
+def test_an_expert_that_is_stored_in_another_dtype_is_refused(tmp_path: Path) -> None:
+    write_tiny("qwen3_moe", tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({f"{EXPERT}.weight": tensors[f"{EXPERT}.weight"].half()}))
+    with pytest.raises(ModelError, match="F16"):
+        Checkpoint.open(tmp_path)

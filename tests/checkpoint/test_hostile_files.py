@@ -151,6 +151,7 @@ def first_shard(folder: Path) -> Path:
         ('{"model_type": "no_such_model"}', r"model_type 'no_such_model' is not known"),
         ('{"model_type": "qwen3_moe", "hidden_size": "wide"}', r"not a valid qwen3_moe config"),
         ('{"model_type": "bert"}', r"no text-generating model|not a Mixture-of-Experts"),
+        ('{"model_type": "qwen3_moe", "configuration_files": 5}', r"config\.json: not valid"),
     ],
 )
 def test_config(content: str | None, pattern: str, tiny: Path) -> None:
@@ -171,6 +172,7 @@ QUANTISED_TEXT = r"qwen3_moe checkpoint is quantised in a way that is not suppor
         ({"quantization_config": {"bits": 4}}, QUANTISED_TEXT % "unnamed"),
         ({"quantization_config": {"quant_method": ["fp8"]}}, QUANTISED_TEXT % r"\['fp8'\]"),
         ({"text_config": {"quantization_config": {"bits": 4}}}, r"not supported \(unnamed"),
+        ({"vision_config": {"inner": {"depth": 3000}}}, r"claims 3000 layers"),
         ({"moe_intermediate_size": 16}, r"experts\.\w+_proj: the stored tensors give shape .*, the model needs"),
     ],
     ids=str,
