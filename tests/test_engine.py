@@ -106,7 +106,7 @@ def test_a_stop_while_another_thread_computes_is_not_forgotten(engine: Engine) -
     engine.start()
     with engine._computing:
         engine._wake()
-        sleep(0.1)  # the compute thread waits now until nobody else computes
+        sleep(0.1)  # the compute thread is awake now, and waits for the lock
         engine.stop(0)
     assert engine._thread is not None
     engine._thread.join(SOON_S)

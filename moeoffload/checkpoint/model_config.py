@@ -37,9 +37,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder}: has no {CONFIG_FILE}; needed is a folder in the transformers format")
     read_json(folder / CONFIG_FILE, _CONFIG_BYTES)  # refuses what is not JSON or not a file, in one line
     try:
-        values, _ = PreTrainedConfig.get_config_dict(
-            folder, local_files_only=True
-        )  # reads transformers' infinities, too
+        # Reads transformers' infinities, too.
+        values, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
     except Exception as error:  # of any type, for versions of the file that it may name
         raise ModelError(f"{folder / CONFIG_FILE}: not valid: {one_line(first_line(error), 200)}") from error
     same_as = _SAME_AS.get(str(values.get("model_type")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -45,9 +46,8 @@ def pack_grouped(
     n_groups = -(-n_in // group)
     check_shape("scales", parts["scale"], n_groups, n_out)
     check_zeros(parts["zeros"], n_groups, n_out // 8)
-    check_groups(parts["scale"], group)
-    form = int4_format(parts["scale"], 0 if group == n_in else group, with_zeros=with_zeros)  # 0: one for a row
-    return Packing(form, shape, sections)
+    form = int4_format(parts["scale"], group, with_zeros=with_zeros)
+    return Packing(replace(form, group=0) if group == n_in else form, shape, sections)  # 0: one for a row
 
 
 def check_zeros(zeros: torch.Tensor, *wanted: int) -> None:
